@@ -1,0 +1,286 @@
+"""Everything that differs between databases; no other module asks which one it talks to.
+
+Clock, short transactions, which errors mean "do it again" or "the connection is gone", row locks, and the statements
+for which one portable form would be wrong or slow.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from django.core.exceptions import EmptyResultSet
+from django.db import (
+    DatabaseError,
+    Error,
+    InterfaceError,
+    InternalError,
+    OperationalError,
+    connections,
+    models,
+    transaction,
+)
+from django.db.models.expressions import Func
+
+T = TypeVar("T")
+QS = TypeVar("QS", bound="models.QuerySet[Any]")
+
+TRIES = 12  # of a short transaction that lost a deadlock or a race
+ROUTES_PER_STATEMENT = 200  # SQLite refuses a union of 500
+
+
+class Stale(Exception):
+    """What a transaction relied on was changed meanwhile; do the whole transaction again."""
+
+
+class ServerNow(Func):
+    """The database server's clock, as microseconds since the epoch; constant during one statement."""
+
+    arity = 0
+    output_field = models.BigIntegerField()
+
+    def as_sql(self, compiler: Any, connection: Any, **extra: Any) -> tuple[str, list[Any]]:  # type: ignore[override]
+        return now_sql(connection)
+
+
+def now_sql(connection: Any) -> tuple[str, list[Any]]:
+    """SQL and parameters of the server's clock. SQLite has no server: there it is this machine's clock."""
+    if connection.vendor == "postgresql":  # statement_timestamp() is stable; clock_timestamp() would become a filter
+        return "(extract(epoch from statement_timestamp()) * 1000000)::bigint", []
+    if connection.vendor == "mysql":
+        return "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))", []
+    return "%s", [time.time_ns() // 1000]
+
+
+def server_now(using: str) -> int:
+    """Microseconds since the epoch by the database's clock; one round trip except on SQLite."""
+    connection = connections[using]
+    sql, params = now_sql(connection)
+    if params:
+        return int(params[0])
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT {sql}")
+        return int(cursor.fetchone()[0])
+
+
+# --- transactions -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def short_transaction(using: str) -> Iterator[None]:
+    """A READ COMMITTED transaction; on SQLite one that takes the write lock at once.
+
+    A deferred SQLite transaction that reads before it writes cannot wait for the lock: it fails at once. Inside an open
+    transaction (the testing kit) this is a savepoint, and nothing is set.
+    """
+    connection = connections[using]
+    if connection.in_atomic_block:
+        with transaction.atomic(using=using):
+            yield
+        return
+    atomic = transaction.atomic(using=using)
+    if connection.vendor == "sqlite":
+        mode = connection.transaction_mode
+        connection.transaction_mode = "IMMEDIATE"
+        try:
+            atomic.__enter__()
+        finally:
+            connection.transaction_mode = mode
+    else:
+        foreign = not _reads_committed(connection)
+        if foreign and connection.vendor == "mysql":  # holds for the next transaction only
+            _execute(connection, "SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
+        atomic.__enter__()
+        if foreign and connection.vendor == "postgresql":
+            _execute(connection, "SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
+    try:
+        yield
+    except BaseException as error:
+        if not atomic.__exit__(type(error), error, error.__traceback__):
+            raise
+    else:
+        atomic.__exit__(None, None, None)
+
+
+def again(using: str, work: Callable[[], T]) -> T:
+    """Run ``work`` in a short transaction; do all of it again when a deadlock or a race made it void.
+
+    Inside an open transaction only `Stale` is tried again: the database has already given up the rest.
+    """
+    connection = connections[using]
+    for left in range(TRIES, 0, -1):
+        nested = connection.in_atomic_block
+        try:
+            with short_transaction(using):
+                return work()
+        except Stale:
+            if left == 1:
+                raise
+        except DatabaseError as error:
+            if left == 1 or nested or not is_race(connection, error):
+                raise
+        if not nested:
+            time.sleep(random.uniform(0, 0.004 * (TRIES - left + 1)))  # noqa: S311 - jitter, not secrecy
+    raise AssertionError("unreachable")
+
+
+def _reads_committed(connection: Any) -> bool:
+    """Whether transactions of this session are READ COMMITTED by default; asked once per session."""
+    connection.ensure_connection()
+    known = getattr(connection, "_outbox_isolation", None)
+    if known is None or known[0] is not connection.connection:
+        with connection.cursor() as cursor:
+            if connection.vendor == "postgresql":
+                cursor.execute("SHOW default_transaction_isolation")
+            else:
+                name = "tx_isolation" if connection.mysql_is_mariadb else "transaction_isolation"
+                cursor.execute(f"SELECT @@{name}")
+            level = str(cursor.fetchone()[0]).replace("-", " ").lower()
+        if connection.vendor == "postgresql" and getattr(connection.connection, "isolation_level", None):
+            level = connection.connection.isolation_level.name.replace("_", " ").lower()
+        known = connection._outbox_isolation = (connection.connection, level == "read committed")
+    return bool(known[1])
+
+
+def reads_committed_now(connection: Any) -> bool:
+    """Whether a plain read sees what others committed since this transaction began (asked of the open transaction)."""
+    if connection.vendor != "mysql":
+        return True
+    return _reads_committed(connection)
+
+
+def has_open_transaction(connection: Any) -> bool:
+    """Whether a transaction is open on this connection, even one that Django does not know of."""
+    if connection.connection is None:
+        return False
+    if connection.in_atomic_block or not connection.get_autocommit():
+        return True
+    if connection.vendor == "sqlite":
+        return bool(connection.connection.in_transaction)
+    if connection.vendor == "postgresql":
+        info = getattr(connection.connection, "info", None)
+        return info is not None and int(info.transaction_status) != 0
+    if connection.mysql_is_mariadb:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT @@in_transaction")
+            return bool(cursor.fetchone()[0])
+    return False
+
+
+def _execute(connection: Any, sql: str) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(sql)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def code_of(error: BaseException) -> int | str | None:
+    """SQLSTATE on PostgreSQL, the error number on MySQL and SQLite."""
+    cause = error.__cause__ or error
+    for name in ("sqlstate", "pgcode", "sqlite_errorcode"):
+        code = getattr(cause, name, None)
+        if code is not None:
+            return code & 0xFF if isinstance(code, int) else str(code)
+    first = cause.args[0] if cause.args else None
+    return first if isinstance(first, int) else None
+
+
+RACES: dict[str, set[int | str]] = {
+    "postgresql": {"40001", "40P01", "55P03", "23505"},  # serialization, deadlock, lock timeout, unique (holder)
+    "mysql": {1205, 1213, 1062, 1020},  # lock wait timeout, deadlock, duplicate (holder), record changed
+    "sqlite": {5, 6, 19},  # busy, locked, constraint (holder)
+}
+LOSSES: dict[str, set[int | str]] = {
+    "postgresql": {"57P01", "57P02", "57P03", "57P05", "25P03", "25006", "53300"},  # shutdown, idle kill, read-only, full
+    "mysql": {1040, 1053, 1152, 1153, 1158, 1159, 1160, 1161, 1290, 1836, 1927, 2002, 2003, 2006, 2013, 2055},
+    "sqlite": set(),
+}
+
+
+def is_race(connection: Any, error: BaseException) -> bool:
+    """Whether the statement was refused only because of somebody else's transaction."""
+    return code_of(error) in RACES.get(connection.vendor, set())
+
+
+def is_duplicate(connection: Any, error: BaseException) -> bool:
+    """Whether a unique constraint refused the statement."""
+    return code_of(error) in {"postgresql": ("23505",), "mysql": (1062,), "sqlite": (19,)}.get(connection.vendor, ())
+
+
+def is_loss(connection: Any, error: BaseException) -> bool:
+    """Whether the database went away: close the connection in this thread and try again later.
+
+    A fail-over to a read-only server (InternalError) counts, so does any error of a connection that is closed now.
+    """
+    if isinstance(error, InterfaceError):
+        return True
+    code = code_of(error)
+    if code in LOSSES.get(connection.vendor, set()) or (isinstance(code, str) and code.startswith("08")):
+        return True
+    if isinstance(error, (OperationalError, InternalError)):
+        return code is None or not connection.is_usable()
+    return isinstance(error, Error) and getattr(connection.connection, "closed", False) is True
+
+
+def close_quietly(using: str) -> None:
+    """Drop this thread's connection, whatever state it is in; the next use opens a new one."""
+    connection = connections[using]
+    try:
+        connection.close()
+    except Error:
+        pass  # it is gone already: that is what was wanted
+    if connection.connection is not None and not connection.in_atomic_block:
+        connection.connection = None
+
+
+# --- locks ------------------------------------------------------------------------------------------------------------
+
+
+def locked(rows: QS, *, skip: bool = True) -> QS:
+    """Lock the rows of a queryset, leaving out those that others have locked.
+
+    Where rows cannot be locked (SQLite) our short transaction already keeps every other writer out.
+    """
+    features = connections[rows.db].features
+    if not features.has_select_for_update:
+        return rows
+    return rows.select_for_update(skip_locked=skip and features.has_select_for_update_skip_locked)
+
+
+# --- the look at the due index ----------------------------------------------------------------------------------------
+
+
+def due_candidates(
+    using: str, table: str, wanted: Sequence[tuple[str, int]]
+) -> list[tuple[str, int, int | None, int, int]]:
+    """(route, id, lane, lapses, due_at) of the first due rows of each route, without locks.
+
+    ``wanted`` is (route, how many). One statement; each route costs one range of the index (route, due_at, id), so other
+    routes, finished and future rows cost nothing.
+    """
+    if not wanted:
+        raise EmptyResultSet
+    connection = connections[using]
+    now, now_params = now_sql(connection)
+    name = connection.ops.quote_name(table)
+    columns = "m.route, m.id, m.lane, m.lapses, m.due_at"
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute(
+                f"SELECT c.* FROM unnest(%s::text[], %s::int[]) AS w(route, n) CROSS JOIN LATERAL ("
+                f"SELECT {columns} FROM {name} m WHERE m.route = w.route AND m.due_at <= {now} "
+                f"ORDER BY m.due_at, m.id LIMIT w.n) AS c",
+                [[route for route, _ in wanted], [n for _, n in wanted]],
+            )
+        else:
+            part = (
+                f"SELECT * FROM (SELECT {columns} FROM {name} m WHERE m.route = %s AND m.due_at <= {now} "
+                f"ORDER BY m.due_at, m.id LIMIT %s) AS c"
+            )
+            params = [value for route, n in wanted for value in (route, *now_params, n)]
+            cursor.execute(" UNION ALL ".join([part] * len(wanted)), params)
+        return [tuple(row) for row in cursor.fetchall()]

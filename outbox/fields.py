@@ -1,0 +1,97 @@
+"""Columns that mean exactly the same on every database: exact text, JSON text and instants in microseconds."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from django.db import models
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+
+
+def to_micros(instant: datetime) -> int:
+    """Microseconds since the epoch of an aware datetime."""
+    return (instant - EPOCH) // _MICROSECOND
+
+
+def from_micros(micros: int) -> datetime:
+    """The aware datetime (UTC) of so many microseconds since the epoch."""
+    return EPOCH + timedelta(microseconds=micros)
+
+
+class InstantField(models.BigIntegerField):
+    """A point in time: a 64-bit count of microseconds in the database, an aware UTC datetime in Python.
+
+    DateTimeField would lose microseconds on SQLite, an hour in autumn on PostgreSQL with USE_TZ=False, and the zone's
+    offset on MySQL with USE_TZ=False. Plain integers are taken as microseconds.
+    """
+
+    description = "Point in time (microseconds, UTC)"
+
+    def from_db_value(self, value: int | None, expression: Any, connection: Any) -> datetime | None:
+        return None if value is None else from_micros(value)
+
+    def to_python(self, value: Any) -> datetime | None:
+        if value is None or isinstance(value, datetime):
+            return value
+        return from_micros(int(value))
+
+    def get_prep_value(self, value: Any) -> Any:
+        if isinstance(value, datetime):
+            return to_micros(value)
+        return super().get_prep_value(value)
+
+    def value_to_string(self, obj: models.Model) -> str:
+        value = self.value_from_object(obj)
+        return "" if value is None else str(to_micros(value))
+
+
+def _exact_collation(connection: Any) -> str | None:
+    """The binary, non-padding collation where the default one folds case, accents and trailing blanks."""
+    if connection.vendor != "mysql":
+        return None
+    return "utf8mb4_nopad_bin" if connection.mysql_is_mariadb else "utf8mb4_0900_bin"
+
+
+class ExactCharField(models.CharField):
+    """Text that is compared character by character on every database."""
+
+    def db_parameters(self, connection: Any) -> dict[str, Any]:
+        return {**super().db_parameters(connection), "collation": _exact_collation(connection)}
+
+
+class ExactTextField(models.TextField):
+    """Long text that any database stores unchanged, whatever its default character set is."""
+
+    def db_parameters(self, connection: Any) -> dict[str, Any]:
+        return {**super().db_parameters(connection), "collation": _exact_collation(connection)}
+
+
+class JsonTextField(ExactTextField):
+    """A JSON document kept as the text that was staged, so that no server alters its numbers or the order of its keys.
+
+    SQL NULL (read as None) is no document at all; JSON ``null`` is the text ``null`` and is read as None, too.
+    """
+
+    def from_db_value(self, value: str | None, expression: Any, connection: Any) -> Any:
+        return None if value is None else json.loads(value)
+
+    def to_python(self, value: Any) -> Any:
+        return value
+
+    def get_prep_value(self, value: Any) -> Any:
+        if value is None or isinstance(value, JsonText) or hasattr(value, "resolve_expression"):
+            return value
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+    def value_to_string(self, obj: models.Model) -> str:
+        return str(self.get_prep_value(self.value_from_object(obj)))
+
+
+class JsonText(str):
+    """Text that is already JSON."""
+
+    __slots__ = ()

@@ -1,0 +1,328 @@
+"""Who delivers what: topics, handlers, and the registry that every app's ``outbox_handlers`` module fills."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import inspect
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, TypeVar
+
+from django.core.exceptions import ImproperlyConfigured
+
+from outbox.conf import options
+from outbox.exceptions import LeaseLost, UnknownTopic
+from outbox.retries import RetryPolicy
+
+NAME = re.compile(r"[A-Za-z0-9._:-]{1,100}\Z", re.ASCII)
+ORDERINGS = ("key", "topic", "none")
+DEAD_HEADS = ("skip", "block")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class LeaseView:
+    """What a handler may know of its lease: whether it may have been lost, and its fencing number."""
+
+    __slots__ = ("_lost", "attempt")
+
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
+        self._lost = threading.Event()
+
+    @property
+    def lost(self) -> bool:
+        """True once somebody else may own the message: renewal failed for too long, or the timeout passed."""
+        return self._lost.is_set()
+
+    def revoke(self) -> None:
+        self._lost.set()
+
+    def raise_if_lost(self) -> None:
+        """Raise LeaseLost when the lease may be gone; long handlers call it before each irreversible step."""
+        if self.lost:
+            raise LeaseLost("The lease of this message may have run out: its result would be thrown away.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """One message as its handler receives it. ``payload`` is what JSON made of the staged value.
+
+    ``attempt`` counts claims and only grows, so handlers may hand it on as a fencing token.
+    """
+
+    id: int
+    event_key: str
+    topic: str
+    payload: Any
+    payload_version: int
+    attempt: int
+    headers: dict[str, Any]
+    ordering_key: str | None
+    staged_at: datetime
+    lease: LeaseView = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """Declare what kind of thing happens, at module level of ``outbox_handlers``; accepted wherever a topic name is.
+
+    A dispatcher refuses to start while a ``required`` topic has no handler.
+    """
+
+    name: str
+    required: bool = field(default=False, kw_only=True)
+    description: str = field(default="", kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_name(self.name, "topic")
+        registry.declare(self)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handler:
+    """A registered handler and how its messages are treated. None means: as ``settings.OUTBOX`` says."""
+
+    name: str
+    topic: str
+    function: Callable[[Envelope], Any]
+    max_attempts_given: int | None = None
+    timeout_given: float | None = None
+    retry: RetryPolicy | None = None
+    share_given: float | None = None
+    ordering: str = "key"
+    dead_head: str = "skip"
+    atomic: bool = False
+    payload_versions: tuple[int, ...] = (1,)
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def is_async(self) -> bool:
+        call = getattr(self.function, "__call__", None)  # noqa: B004 - an object with async __call__
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+
+    @property
+    def policy(self) -> RetryPolicy:
+        current = options()
+        policy = self.retry or RetryPolicy(
+            max_attempts=current.MAX_ATTEMPTS,
+            base=current.BACKOFF_BASE,
+            factor=current.BACKOFF_FACTOR,
+            cap=current.BACKOFF_CAP,
+        )
+        if self.max_attempts_given is None:
+            return policy
+        return RetryPolicy(
+            max_attempts=self.max_attempts_given,
+            base=policy.base,
+            factor=policy.factor,
+            cap=policy.cap,
+            jitter=policy.jitter,
+        )
+
+    @property
+    def max_attempts(self) -> int:
+        if self.max_attempts_given is not None:
+            return self.max_attempts_given
+        return self.retry.max_attempts if self.retry else options().MAX_ATTEMPTS
+
+    @property
+    def timeout(self) -> float:
+        return options().TIMEOUT if self.timeout_given is None else self.timeout_given
+
+    @property
+    def share(self) -> float:
+        return options().SHARE if self.share_given is None else self.share_given
+
+    @property
+    def routes(self) -> tuple[str, ...]:
+        """The values of the route column that this handler claims."""
+        return tuple(route(name, v) for name in (self.name, *self.aliases) for v in self.payload_versions)
+
+    def lane(self, ordering_key: str | None) -> int | None:
+        """The lane of a message of this handler, or None when it is unordered."""
+        if self.ordering == "none" or (self.ordering == "key" and ordering_key is None):
+            return None
+        return lane_of(self.name, "" if self.ordering == "topic" else f"={ordering_key}")
+
+
+def route(name: str, payload_version: int) -> str:
+    """The first column of the due index: the handler name, with the payload version where it is not 1."""
+    return name if payload_version == 1 else f"{name}@{payload_version}"
+
+
+def lane_of(name: str, key: str) -> int:
+    """Signed 64-bit number of a lane. Two lanes that collide are merely served as one."""
+    digest = hashlib.blake2b(f"{name}\0{key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+class Registry:
+    """All topics and handlers of this process."""
+
+    def __init__(self) -> None:
+        self._topics: dict[str, Topic] = {}
+        self._handlers: dict[str, Handler] = {}
+        self._by_topic: dict[str, tuple[Handler, ...]] = {}
+        self._by_route: dict[str, Handler] = {}
+        self.duplicates: list[Handler] = []
+
+    def declare(self, topic: Topic) -> None:
+        known = self._topics.get(topic.name)
+        if known is None or topic.required or topic.description:
+            self._topics[topic.name] = topic
+
+    def register(self, new: Handler) -> None:
+        known = self._handlers.get(new.name)
+        if known is not None and not _same_code(known.function, new.function):
+            self.duplicates.append(new)  # reported by a system check, and the dispatcher refuses to start
+            return
+        self._handlers[new.name] = new
+        self._index()
+
+    def _index(self) -> None:
+        by_topic: dict[str, list[Handler]] = {}
+        for each in self._handlers.values():
+            by_topic.setdefault(each.topic, []).append(each)
+        self._by_topic = {topic: tuple(found) for topic, found in by_topic.items()}
+        self._by_route = {r: each for each in self._handlers.values() for r in each.routes}
+
+    def handlers(self) -> tuple[Handler, ...]:
+        return tuple(self._handlers.values())
+
+    def handlers_of(self, topic: str) -> tuple[Handler, ...]:
+        """The handlers of a topic in the order of their registration: the order of `Message.position`."""
+        return self._by_topic.get(topic, ())
+
+    def by_name(self, name: str) -> Handler | None:
+        return self._handlers.get(name)
+
+    def by_route(self, name: str) -> Handler | None:
+        return self._by_route.get(name)
+
+    def topics(self) -> dict[str, Topic | None]:
+        """Every declared topic with its declaration, or None where only a handler declares it."""
+        return {name: self._topics.get(name) for name in sorted({*self._topics, *self._by_topic})}
+
+    def unhandled(self, *, required: bool = False) -> list[str]:
+        """Declared topics without a handler, sorted; only the required ones if asked."""
+        return sorted(
+            name for name, topic in self._topics.items() if name not in self._by_topic and (topic.required or not required)
+        )
+
+    def check_topic(self, topic: str | Topic) -> str:
+        """The name of a declared topic. Raises UnknownTopic with the nearest names."""
+        name = topic.name if isinstance(topic, Topic) else topic
+        if isinstance(name, str) and (name in self._by_topic or name in self._topics):
+            return name
+        known = sorted({*self._topics, *self._by_topic})
+        near = difflib.get_close_matches(str(name), known, n=3)
+        hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Declared: {', '.join(known) or 'none'}."
+        raise UnknownTopic(
+            f"Nobody declares the topic {_cut(name)!r}, so a message of it might never be delivered. {hint} "
+            "Declare it with @handler(...) or Topic(...) in an outbox_handlers module of an installed app."
+        )
+
+    @contextmanager
+    def isolated(self) -> Iterator[Registry]:
+        """Start from an empty registry and bring the present one back afterwards; for tests."""
+        saved = dict(self.__dict__)
+        self.__init__()  # type: ignore[misc]
+        try:
+            yield self
+        finally:
+            self.__dict__.update(saved)
+
+
+registry = Registry()
+
+
+def handler(
+    topic: str | Topic,
+    *,
+    name: str | None = None,
+    max_attempts: int | None = None,
+    timeout: float | None = None,
+    retry: RetryPolicy | None = None,
+    ordering: str = "key",
+    dead_head: str = "skip",
+    atomic: bool = False,
+    payload_versions: Iterable[int] = (1,),
+    aliases: Iterable[str] = (),
+    share: float | None = None,
+) -> Callable[[F], F]:
+    """Register a function (sync or async) as the deliverer of a topic, and declare the topic.
+
+    ``name`` defaults to the topic; a second handler of the same topic needs its own. ``timeout`` is in seconds.
+    ``ordering``: ``"key"`` keeps messages of one ordering key in order, ``"topic"`` all of them, ``"none"`` none.
+    ``dead_head``: what a dead message does to its lane, ``"skip"`` or ``"block"``. ``atomic`` commits the handler's
+    writes and the completion in one transaction. ``aliases`` are former names whose rows are still to be delivered.
+    ``share`` is the part of the slots (0 to 1) that this handler may fill. Raises ImproperlyConfigured.
+    """
+    topic_name = topic.name if isinstance(topic, Topic) else topic
+    _check_name(topic_name, "topic")
+    handler_name = topic_name if name is None else name
+    for each in (handler_name, *aliases):
+        _check_name(each, "handler")
+    versions = tuple(payload_versions)
+    _demand(ordering in ORDERINGS, handler_name, f"ordering must be one of {ORDERINGS}, not {ordering!r}")
+    _demand(dead_head in DEAD_HEADS, handler_name, f"dead_head must be one of {DEAD_HEADS}, not {dead_head!r}")
+    _demand(max_attempts is None or max_attempts >= 1, handler_name, "max_attempts must be at least 1")
+    _demand(timeout is None or 0 < timeout < float("inf"), handler_name, "timeout must be a finite number of seconds > 0")
+    _demand(share is None or 0 < share <= 1, handler_name, "share must be between 0 and 1")
+    _demand(bool(versions) and all(isinstance(v, int) and v >= 1 for v in versions), handler_name, "bad payload_versions")
+
+    def register(function: F) -> F:
+        new = Handler(
+            name=handler_name,
+            topic=topic_name,
+            function=function,
+            max_attempts_given=max_attempts,
+            timeout_given=None if timeout is None else float(timeout),
+            retry=retry,
+            share_given=share,
+            ordering=ordering,
+            dead_head=dead_head,
+            atomic=atomic,
+            payload_versions=versions,
+            aliases=tuple(aliases),
+        )
+        _demand(callable(function), handler_name, f"{function!r} is not callable")
+        _demand(not (atomic and new.is_async), handler_name, "an async handler cannot be atomic: there is no async transaction")
+        registry.register(new)
+        return function
+
+    return register
+
+
+def _demand(fact: bool, name: str, text: str) -> None:
+    if not fact:
+        raise ImproperlyConfigured(f"Handler {name!r}: {text}.")
+
+
+def _check_name(name: object, what: str) -> None:
+    if not isinstance(name, str) or not NAME.match(name):
+        raise ImproperlyConfigured(
+            f"{_cut(name)!r} is no {what} name: it takes 1 to 100 characters of A-Z a-z 0-9 . _ : - (case counts)."
+        )
+
+
+def _cut(value: object) -> object:
+    return value if not isinstance(value, str) or len(value) <= 120 else value[:100] + "…"
+
+
+def _same_code(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    """True for a function and its reloaded self, so that reloading a module is no duplicate."""
+
+    def identity(function: Callable[..., Any]) -> tuple[object, object]:
+        return getattr(function, "__module__", function), getattr(function, "__qualname__", function)
+
+    return one is other or ("<locals>" not in str(identity(one)[1]) and identity(one) == identity(other))
