@@ -1,0 +1,1 @@
+"""Small apps that show how the outbox is used; also what its tests run in."""

@@ -1,0 +1,148 @@
+"""What every test may use: the kind of database, a second connection, real processes."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+import pytest
+from django.conf import settings
+from django.db import connections
+
+ROOT = Path(__file__).resolve().parent.parent
+PLUGIN = "outbox"
+
+
+def pytest_configure(config):
+    settings.SQLITE_DIRECTORY.mkdir(exist_ok=True)
+    if not config.pluginmanager.hasplugin(PLUGIN) and find_spec("outbox.pytest_plugin"):
+        # Run from the source tree, without the entry point that an installation brings.
+        config.pluginmanager.register(import_module("outbox.pytest_plugin"), PLUGIN)
+    expected = os.environ.get("OUTBOX_EXPECT_DATABASE")
+    if expected:
+        _insist_on_database(expected)
+
+
+def pytest_unconfigure():
+    shutil.rmtree(settings.SQLITE_DIRECTORY, ignore_errors=True)
+
+
+def pytest_report_header():
+    connection = connections["default"]
+    server = connection.settings_dict["HOST"] or "a file"
+    return f"database: {connection.display_name} ({server})"
+
+
+def _insist_on_database(expected):
+    """Stop the run unless the database is of the expected vendor and answers."""
+    connection = connections["default"]
+    if connection.vendor != expected:
+        raise pytest.UsageError(
+            f"OUTBOX_EXPECT_DATABASE is {expected!r}, but DATABASE_URL names {connection.vendor!r}."
+        )
+    try:
+        with connection._nodb_cursor() as cursor:
+            cursor.execute("SELECT 1")
+    except Exception as error:
+        raise pytest.UsageError(
+            f"OUTBOX_EXPECT_DATABASE is {expected!r}, but no such server answers: {error}"
+        ) from error
+
+
+@pytest.fixture(scope="session")
+def database_kind():
+    """Return "sqlite", "postgresql" or "mysql" (which MariaDB is, too)."""
+    return connections["default"].vendor
+
+
+@pytest.fixture
+def second_connection(transactional_db):
+    """Return a function that opens an independent connection to the test database.
+
+    It may be used from any thread; what is still open at the end is closed here.
+    """
+    opened = []
+
+    def open_connection(alias="default"):
+        connection = connections.create_connection(alias)
+        connection.inc_thread_sharing()
+        opened.append(connection)
+        return connection
+
+    yield open_connection
+    for connection in opened:
+        connection.close()
+
+
+def _test_database_url(alias):
+    """Return the URL of the test database itself, as a subprocess needs it."""
+    name = connections[alias].settings_dict["NAME"]
+    if connections[alias].vendor == "sqlite":
+        return f"sqlite:///{name}"
+    url = settings.DATABASE_URL if alias == "default" else settings.OTHER_DATABASE_URL
+    return urlsplit(url)._replace(path="/" + quote(name)).geturl()
+
+
+@pytest.fixture
+def process_environment(transactional_db):
+    """Return the environment in which `manage.py` works on the test databases."""
+    return {
+        **os.environ,
+        "DATABASE_URL": _test_database_url("default"),
+        "OTHER_DATABASE_URL": _test_database_url("other"),
+        "DJANGO_SETTINGS_MODULE": "tests.settings",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+class ManagedProcess(subprocess.Popen):
+    """A process whose output (both streams) goes to the file `log`."""
+
+    def __init__(self, arguments, *, log, **options):
+        self.log = log
+        with log.open("wb") as stream:
+            super().__init__(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                # A group of its own: a forced end takes its children along.
+                start_new_session=True,
+                **options,
+            )
+
+    def output(self):
+        return self.log.read_text(errors="replace")
+
+
+@pytest.fixture
+def spawn(process_environment, tmp_path):
+    """Return a function that starts `manage.py <arguments>` on the test databases.
+
+    `environment` adds variables. What still runs at the end is killed, with its children.
+    """
+    processes = []
+
+    def start(*arguments, environment=None):
+        process = ManagedProcess(
+            [sys.executable, str(ROOT / "manage.py"), *map(str, arguments)],
+            log=tmp_path / f"process-{len(processes)}.log",
+            env={**process_environment, **(environment or {})},
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
