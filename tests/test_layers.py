@@ -18,7 +18,7 @@ LAYERS = [
     {"exceptions", "conf", "signals", "retries", "payloads", "database", "fields"},
     {"models", "handlers", "wakeup"},
     {"lanes"},
-    {"leases", "operations", "retention"},
+    {"leases", "settlements", "operations", "retention"},
     {"delivery", "heartbeat", "registration"},
     {"staging", "durable", "dispatcher", "supervisor", "checks"},
     {"apps", "admin", "testing", "pytest_plugin", "management", "logs", "migrations"},
@@ -85,9 +85,7 @@ def own_imports(module):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_module_has_a_layer(module):
-    assert part_of(module) in RANKS, (
-        f"{module} has no layer: give it one in LAYERS, as low as what it imports allows."
-    )
+    assert part_of(module) in RANKS, f"{module} has no layer: give it one in LAYERS, as low as what it imports allows."
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -109,9 +107,7 @@ def test_no_modules_import_one_another_in_a_circle():
 @pytest.mark.parametrize("module", MODULES)
 def test_nothing_outside_imports_an_optional_part(module):
     part = part_of(module)
-    foreign = {
-        name for name in own_imports(module) if part_of(name) in LEAVES and part_of(name) != part
-    }
+    foreign = {name for name in own_imports(module) if part_of(name) in LEAVES and part_of(name) != part}
     assert not foreign
 
 
@@ -151,7 +147,5 @@ def test_importing_the_package_needs_no_settings_and_loads_no_models():
         "assert not [name for name in sys.modules if name.startswith('outbox.models')]\n"
     )
     environment = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
-    process = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
-    )
+    process = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
