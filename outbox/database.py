@@ -25,6 +25,8 @@ from django.db import (
 )
 from django.db.models.expressions import Func
 
+from outbox.fields import InstantField
+
 T = TypeVar("T")
 QS = TypeVar("QS", bound="models.QuerySet[Any]")
 
@@ -40,7 +42,7 @@ class ServerNow(Func):
     """The database server's clock, as microseconds since the epoch; constant during one statement."""
 
     arity = 0
-    output_field = models.BigIntegerField()
+    output_field = InstantField()
 
     def as_sql(self, compiler: Any, connection: Any, **extra: Any) -> tuple[str, list[Any]]:  # type: ignore[override]
         return now_sql(connection)
@@ -284,3 +286,21 @@ def due_candidates(
             params = [value for route, n in wanted for value in (route, *now_params, n)]
             cursor.execute(" UNION ALL ".join([part] * len(wanted)), params)
         return [tuple(row) for row in cursor.fetchall()]
+
+
+# --- hearing of others' commits ---------------------------------------------------------------------------------------
+
+
+def can_notify(connection: Any) -> bool:
+    """Whether NOTIFY reaches every session that listens."""
+    return bool(connection.vendor == "postgresql")
+
+
+def can_listen(connection: Any) -> bool:
+    """Whether notifications can be waited for together with other things; psycopg 2 hides what that needs."""
+    return can_notify(connection) and connection.Database.__name__ == "psycopg"
+
+
+def has_data_version(connection: Any) -> bool:
+    """Whether ``PRAGMA data_version`` tells of others' commits; a database in memory has no second connection."""
+    return bool(connection.vendor == "sqlite" and not connection.is_in_memory_db())

@@ -1,0 +1,212 @@
+"""Sleep until polled, notified or woken; and wake those who sleep.
+
+Wake-ups are only speed: each may be lost, and the next poll finds what it told of. So nothing here ever raises, and no
+NOTIFY is sent inside a transaction.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import selectors
+import socket
+import threading
+from time import monotonic
+
+from django.db import connections
+
+from outbox import database
+from outbox.conf import options
+from outbox.listening import ChangeCounter, Deaf, Ear, Listener, may_notify, notify
+from outbox.models import Message
+
+logger = logging.getLogger("outbox")
+
+WINDOW = 0.020  # seconds in which one process sends one notification, the first one
+QUIET = 1.0  # seconds without another try after one failed
+COMPLAIN_EVERY = 60.0  # seconds between two warnings about the same thing
+REOPEN_AFTER = 0.5  # seconds, doubled with each failure
+REOPEN_CAP = 60.0
+DEAF_PAUSE = 60.0  # the same for a listener that hears nothing
+DEAF_CAP = 600.0
+
+_lock = threading.Lock()
+_waiters: dict[str, tuple[Waiter, ...]] = {}
+_silent_until: dict[str, float] = {}
+_complained_at: dict[str, float] = {}
+
+
+def hint(using: str) -> None:
+    """Wake the dispatchers of a database, after messages became due there. Call it after the commit; never raises.
+
+    Only the first call in `WINDOW` is told to other processes: they look a second time one window later.
+    """
+    for waiter in _waiters.get(using, ()):
+        waiter.wake()
+    now = monotonic()
+    if now < _silent_until.get(using, 0.0):
+        return
+    try:
+        connection = connections[using]
+        if not may_notify(connection) or not options().WAKEUP:
+            return
+        _silent_until[using] = now + WINDOW
+        notify(connection, channel())
+    except Exception as error:
+        _silent_until[using] = now + QUIET
+        _complain(f"notify {using}", "Dispatchers of database %r could not be notified; they poll: %s", using, error)
+        _drop_if_lost(using, error)
+
+
+def channel() -> str:
+    """The name under which changes of the message table are notified; a database takes at most 63 characters."""
+    table = Message._meta.db_table
+    if len(table.encode()) <= 63:
+        return table
+    return f"outbox_{hashlib.blake2b(table.encode(), digest_size=16).hexdigest()}"
+
+
+class Waiter:
+    """How one dispatcher thread sleeps. `wake` may be called by any thread, the rest only by the owner.
+
+    ``poll`` is the longest sleep, in seconds.
+    """
+
+    def __init__(self, using: str, poll: float) -> None:
+        self.using = using
+        self.poll = poll
+        self._bell, self._button = socket.socketpair()
+        self._bell.setblocking(False)
+        self._button.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._ear = _ear_for(using)
+        self._open = False
+        self._fileno: int | None = None
+        self._failures = 0
+        self._reopen_at = 0.0
+        self._look_again_at = float("inf")
+        with _lock:
+            _waiters[using] = (*_waiters.get(using, ()), self)
+
+    @property
+    def mode(self) -> str:
+        """How commits of other processes are noticed: "notify", "data_version" or only by "poll"."""
+        return self._ear.mode if self._ear is not None and self._ear.proven else "poll"
+
+    def wait(self, timeout: float) -> bool:
+        """Sleep, at most so many seconds; return True when it is worth looking at the table before that."""
+        deadline = monotonic() + min(timeout, self.poll)
+        while True:
+            if self._was_woken() or self._heard():
+                return True
+            now = monotonic()
+            if now >= deadline:
+                return False
+            self._selector.select(max(0.0, min(deadline, self._next_duty()) - now))
+
+    def wake(self) -> None:
+        """End the present `wait`, or else the next one, at once."""
+        try:
+            self._button.send(b"\0")
+        except OSError:
+            pass  # full: it rings already; or closed: nobody waits
+
+    def close(self) -> None:
+        with _lock:
+            _waiters[self.using] = tuple(each for each in _waiters.get(self.using, ()) if each is not self)
+        self._close_ear()
+        self._selector.close()
+        self._bell.close()
+        self._button.close()
+
+    def _was_woken(self) -> bool:
+        try:
+            return bool(self._bell.recv(4096))
+        except BlockingIOError:
+            return False
+
+    def _heard(self) -> bool:
+        now = monotonic()
+        if now >= self._look_again_at:
+            self._look_again_at = float("inf")
+            return True
+        if self._ear is None or (not self._open and now < self._reopen_at):
+            return False
+        try:
+            if not self._open:
+                self._open_ear(self._ear)
+                return True  # for what was committed while nobody listened
+            heard = self._ear.heard(now)
+        except Exception as error:
+            self._lose_ear(error)
+            return False
+        if self._ear.proven:
+            self._failures = 0
+        if heard and self._ear.mode == "notify":
+            self._look_again_at = now + WINDOW
+        return heard
+
+    def _next_duty(self) -> float:
+        if self._ear is None:
+            return float("inf")
+        return min(self._look_again_at, self._ear.due if self._open else self._reopen_at)
+
+    def _open_ear(self, ear: Ear) -> None:
+        ear.open()
+        self._open = True
+        self._fileno = ear.fileno()
+        if self._fileno is not None:
+            self._selector.register(self._fileno, selectors.EVENT_READ)
+
+    def _close_ear(self) -> None:
+        if self._fileno is not None:
+            self._selector.unregister(self._fileno)
+            self._fileno = None
+        self._open = False
+        if self._ear is not None:
+            self._ear.close()
+
+    def _lose_ear(self, error: Exception) -> None:
+        self._close_ear()
+        first, cap = (DEAF_PAUSE, DEAF_CAP) if isinstance(error, Deaf) else (REOPEN_AFTER, REOPEN_CAP)
+        pause = min(cap, first * 2 ** min(self._failures, 10))
+        self._failures += 1
+        self._reopen_at = monotonic() + pause * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not secrecy
+        _complain(
+            f"hear {self.using}",
+            "Commits of other processes on database %r are only noticed by polling every %s s until this is over: %s",
+            self.using,
+            self.poll,
+            error,
+        )
+
+
+def _ear_for(using: str) -> Ear | None:
+    """How to hear of commits on a database, or None where only polling helps."""
+    try:
+        listen_on = options().LISTEN_DATABASE or using
+        if options().WAKEUP and database.can_notify(connections[using]) and database.can_listen(connections[listen_on]):
+            return Listener(using=using, listen_on=listen_on, channel=channel())
+        if database.has_data_version(connections[using]):
+            return ChangeCounter(using=using)
+    except Exception as error:
+        _complain(f"hear {using}", "Commits on database %r are only noticed by polling: %s", using, error)
+    return None
+
+
+def _drop_if_lost(using: str, error: Exception) -> None:
+    """Close a dead connection, so that the caller's next statement opens a new one."""
+    try:
+        if database.is_loss(connections[using], error):
+            database.close_quietly(using)
+    except Exception:
+        logger.debug("The connection to %r could not be examined.", using, exc_info=True)
+
+
+def _complain(about: str, text: str, *values: object) -> None:
+    now = monotonic()
+    if now >= _complained_at.get(about, 0.0):
+        _complained_at[about] = now + COMPLAIN_EVERY
+        logger.warning(text, *values)
