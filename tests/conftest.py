@@ -40,8 +40,7 @@ def pytest_unconfigure():
 
 def pytest_report_header():
     connection = connections["default"]
-    server = connection.settings_dict["HOST"] or "a file"
-    return f"database: {connection.display_name} ({server})"
+    return f"database: {connection.vendor}, {connection.settings_dict['TEST']['NAME']}"
 
 
 @pytest.fixture(scope="session", autouse=True)
