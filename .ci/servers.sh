@@ -63,7 +63,7 @@ start_mariadb() {
     start-stop-daemon --start --oknodo --background --exec /usr/sbin/mariadbd -- --user=mysql
 }
 
-start_redis() { redis-server --daemonize yes >/dev/null; }
+start_redis() { redis-server --daemonize yes --save "" --dir /tmp >/dev/null; }
 
 start_rabbitmq() { rabbitmq-server -detached; }
 
