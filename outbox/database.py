@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from django.core.exceptions import EmptyResultSet
@@ -105,6 +105,30 @@ def short_transaction(using: str) -> Iterator[None]:
             raise
     else:
         atomic.__exit__(None, None, None)
+
+
+@contextmanager
+def impatient_transaction(using: str, *, seconds: int = 1) -> Iterator[None]:
+    """A short transaction that waits at most so long for each lock; then it fails, and `is_race` says why.
+
+    On SQLite the wait is for the whole database, before the transaction begins, and the project's own ``timeout`` rules.
+    """
+    connection = connections[using]
+    usual = 0
+    if connection.vendor == "mysql":  # there is no SET LOCAL: set for the session, and set back
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT @@innodb_lock_wait_timeout")
+            usual = int(cursor.fetchone()[0])
+        _execute(connection, f"SET SESSION innodb_lock_wait_timeout = {min(usual, seconds)}")
+    try:
+        with short_transaction(using):
+            if connection.vendor == "postgresql":
+                _execute(connection, f"SET LOCAL lock_timeout TO '{seconds}s'")
+            yield
+    finally:
+        if usual:
+            with suppress(Error):  # the session is gone, and its setting with it
+                _execute(connection, f"SET SESSION innodb_lock_wait_timeout = {usual}")
 
 
 def again(using: str, work: Callable[[], T]) -> T:
@@ -304,3 +328,42 @@ def can_listen(connection: Any) -> bool:
 def has_data_version(connection: Any) -> bool:
     """Whether ``PRAGMA data_version`` tells of others' commits; a database in memory has no second connection."""
     return bool(connection.vendor == "sqlite" and not connection.is_in_memory_db())
+
+
+# --- what checks ask --------------------------------------------------------------------------------------------------
+
+OLDEST = {"postgresql": (14,), "mariadb": (10, 6), "mysql": (8, 0, 11), "sqlite": (3, 35)}
+
+
+def unsupported(connection: Any) -> str:
+    """Why this database cannot hold the outbox, or "": its kind or its version is not supported."""
+    kind = "mariadb" if connection.vendor == "mysql" and connection.mysql_is_mariadb else connection.vendor
+    oldest = OLDEST.get(kind)
+    if oldest is None:
+        return f"{connection.display_name} is not supported"
+    version = tuple(connection.get_database_version())
+    if version >= oldest:
+        return ""
+    given, wanted = (".".join(map(str, numbers)) for numbers in (version, oldest))
+    return f"{connection.display_name} {given} is not supported: it takes {wanted} or newer"
+
+
+def tables_without_transactions(connection: Any, tables: Sequence[str]) -> list[str]:
+    """Those of the tables that do not roll back (MyISAM and its like)."""
+    if connection.vendor != "mysql":
+        return []
+    marks = ", ".join(["%s"] * len(tables))
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT t.table_name FROM information_schema.tables t JOIN information_schema.engines e "  # noqa: S608
+            f"ON e.engine = t.engine WHERE t.table_schema = DATABASE() AND t.table_name IN ({marks}) "
+            "AND (e.transactions IS NULL OR e.transactions <> 'YES')",
+            list(tables),
+        )
+        return sorted(name for (name,) in cursor.fetchall())
+
+
+def fails_reading_before_writing(connection: Any) -> bool:
+    """Whether a transaction that reads first and writes later fails at once when somebody else writes meanwhile."""
+    mode = connection.settings_dict.get("OPTIONS", {}).get("transaction_mode")
+    return connection.vendor == "sqlite" and (mode or "DEFERRED").upper() == "DEFERRED"

@@ -15,7 +15,8 @@ Only ``state`` is stored. *Due, scheduled, retrying, in flight, waiting* are der
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db import models
 from django.db.models import Q
@@ -37,7 +38,7 @@ class Outcome(models.TextChoices):
     """How an attempt ended."""
 
     DELIVERED = "delivered", _("delivered")
-    RETRIED = "retried", _("failed, will be retried")
+    FAILED = "failed", _("failed")
     TIMED_OUT = "timed_out", _("timed out")
     SNOOZED = "snoozed", _("snoozed")
     UNAVAILABLE = "unavailable", _("other side unavailable")
@@ -141,6 +142,9 @@ class Message(models.Model):
     payload_pruned = models.BooleanField(_("payload pruned"), default=False)
 
     objects: ClassVar[models.Manager[Any]] = MessageQuerySet.as_manager()
+
+    if TYPE_CHECKING:
+        clock: datetime  # the server's, where a query annotates it
 
     class Meta:
         verbose_name = _("message")

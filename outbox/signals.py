@@ -50,7 +50,8 @@ class Event:
 
     @property
     def died(self) -> bool:
-        return self.outcome in ("buried", "crashed") and self.due_at is None
+        """Whether the message is dead now."""
+        return self.due_at is None and self.outcome in ("failed", "timed_out", "buried", "crashed")
 
 
 def send(signal: Signal, event: Event) -> None:
