@@ -4,8 +4,9 @@ DATABASE_URL            a database URL; SQLite beside manage.py by default
 CONN_MAX_AGE            seconds a connection is kept; 60
 DEBUG, SECRET_KEY, ALLOWED_HOSTS
 USE_TZ, TIME_ZONE       True, UTC
-REDIS_URL, RABBITMQ_URL brokers for the sinks; empty: an embedded table takes their place
+REDIS_URL, RABBITMQ_URL brokers of the example apps; empty: embedded tables take their place
 LOG_LEVEL               of the outbox and the example apps; INFO
+WORLD_...               how the world outside behaves, below
 """
 
 from pathlib import Path
@@ -46,6 +47,11 @@ INSTALLED_APPS = [
     "django.contrib.messages",
     "django.contrib.staticfiles",
     "outbox",
+    "example_project.media",
+    "example_project.tasks",
+    "example_project.ai_jobs",
+    "example_project.live",
+    "example_project.demo",
 ]
 
 MIDDLEWARE = [
@@ -92,6 +98,17 @@ STATIC_ROOT = BASE_DIR / "example_project" / "static_root"
 
 REDIS_URL = env.str("REDIS_URL", default="")
 RABBITMQ_URL = env.str("RABBITMQ_URL", default="")
+
+# The world outside the database, as example_project/world.py plays it.
+WORLD_NAMESPACE = env.str("WORLD_NAMESPACE", default="example")  # before the names of streams and queues
+WORLD_JOURNAL = env.str("WORLD_JOURNAL", default=str(BASE_DIR / "journal.jsonl"))  # what it received
+WORLD_LATENCY = env.dict(
+    "WORLD_LATENCY", cast={"value": float}, default={}
+)  # seconds per place: all=0.1;notifications=2
+WORLD_FAULTS = env.float("WORLD_FAULTS", default=0.0)  # part of the calls that fail at first
+WORLD_DOWN = env.list("WORLD_DOWN", default=[])  # places that never answer
+
+LIVE_TOPICS = ["media.*", "recording.*", "ai_job.*"]  # shown live
 
 LOG_LEVEL = env.str("LOG_LEVEL", default="INFO")
 LOGGING = {

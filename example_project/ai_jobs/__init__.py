@@ -1,0 +1,1 @@
+"""A service for AI jobs: what was ordered is dispatched into a job queue."""

@@ -1,0 +1,1 @@
+"""The front page, and deliveries shown live: what was delivered anywhere is mirrored to every open page."""

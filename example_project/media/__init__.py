@@ -1,0 +1,1 @@
+"""A media manager: durable application events, each delivered in the order it happened, some of them at once."""

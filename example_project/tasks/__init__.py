@@ -1,0 +1,1 @@
+"""A video tool: its events are relayed into a task engine."""
