@@ -19,12 +19,11 @@ settle                 the outcome, and the next row of the lane leased (as afte
 
 from outbox.leases.claiming import Claim, Claimer, claim
 from outbox.leases.lease import Lease, Renewal, charge, draw_token, renew
-from outbox.leases.settling import ErrorRecord, Settled, Settlement, announce, settle
+from outbox.leases.settling import Settled, Settlement, announce, settle
 
 __all__ = [
     "Claim",
     "Claimer",
-    "ErrorRecord",
     "Lease",
     "Renewal",
     "Settled",

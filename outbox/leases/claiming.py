@@ -15,9 +15,10 @@ from django.dispatch import Signal
 
 from outbox import lanes
 from outbox.database import ROUTES_PER_STATEMENT, ServerNow, again, due_candidates, is_loss, locked
+from outbox.errors import ErrorRecord
 from outbox.handlers import Handler, registry
 from outbox.leases.lease import Lease, draw_token, grant
-from outbox.leases.settling import Closing, ErrorRecord, event_of, record, write
+from outbox.leases.settling import Closing, event_of, record, write
 from outbox.models import Message, Outcome, Reason, State
 from outbox.signals import Event, send
 

@@ -15,6 +15,7 @@ from django.dispatch import Signal
 
 from outbox import lanes
 from outbox.database import ServerNow, Stale, again, locked
+from outbox.errors import NO_ERROR, ErrorRecord
 from outbox.handlers import Handler, LeaseView, registry
 from outbox.leases.lease import Lease, draw_token, envelope, grant, hold
 from outbox.models import Attempt, Message, Outcome, Reason, State
@@ -35,24 +36,12 @@ LONGEST_RUN_SECONDS = 5.0  # then other processes get their chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorRecord:
-    """An error as text that any database can store; see `outbox.errors`."""
-
-    type: str = ""
-    code: str = ""
-    text: str = ""
-    traceback: str = ""
-
-
-NO_ERROR = ErrorRecord()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Settlement:
     """How the attempt of one lease ended.
 
     ``state`` pending means: again in ``wait`` seconds, or at ``until``. ``refund`` gives the attempt back to the budget,
-    if it was charged. ``duration`` is in seconds, None when the handler never ran.
+    if it was charged. ``error`` is stored, ``cause`` is what it was made of. ``duration`` is in seconds, None when the
+    handler never ran.
     """
 
     lease: Lease
@@ -63,6 +52,7 @@ class Settlement:
     until: datetime | None = None
     refund: bool = False
     error: ErrorRecord = NO_ERROR
+    cause: BaseException | None = None
     duration: float | None = None
 
 
