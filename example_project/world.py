@@ -1,7 +1,7 @@
 """The world outside the database: it is slow, it fails, and what it once received stays received.
 
-Stands in for push services, media servers and mail gateways. Everything received is a line of a journal, so that it can be
-compared with the books of the business: ``settings.WORLD_JOURNAL``, with the bad weather of the other WORLD settings.
+Stands in for push services, media servers and mail gateways. What they received is a journal of lines, to be compared
+with the books of the business. The WORLD settings say where it lies, and what the weather is like out there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who delivers the events of the media manager. Each topic in the order of its events, different topics side by side."""
+"""Who delivers the events of the media manager: those of one topic in order, different topics side by side."""
 
 from __future__ import annotations
 

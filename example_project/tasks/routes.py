@@ -1,4 +1,4 @@
-"""Which event becomes which task. Pure: a route looks at the payload and answers a task, or None for "nothing to do"."""
+"""Which event becomes which task. Pure: a route looks at the payload and answers a task, or None: nothing to do."""
 
 from __future__ import annotations
 
