@@ -15,12 +15,12 @@ ROOT = PACKAGE.parent
 
 # From the bottom up. A module imports its own layer and lower ones, and never in a circle.
 LAYERS = [
-    {"exceptions", "conf", "signals", "retries", "payloads", "database", "fields", "texts", "errors"},
+    {"exceptions", "conf", "signals", "retries", "payloads", "database", "fields", "texts", "errors", "version"},
     {"models", "handlers", "wakeup", "listening"},
     {"lanes"},
     {"leases", "operations", "retention"},
-    {"delivery", "heartbeat", "registration"},
-    {"staging", "durable", "slots", "workers", "settler", "housekeeping", "dispatcher", "supervisor", "checks"},
+    {"delivery", "heartbeat", "registration", "overview"},
+    {"staging", "durable", "slots", "workers", "settler", "housekeeping", "dispatcher", "supervisor", "checks", "explain"},
     {"apps", "admin", "testing", "pytest_plugin", "management", "logs", "migrations"},
     {""},  # outbox/__init__.py: the public names
 ]
