@@ -15,12 +15,12 @@ ROOT = PACKAGE.parent
 
 # From the bottom up. A module imports its own layer and lower ones, and never in a circle.
 LAYERS = [
-    {"exceptions", "conf", "signals", "retries", "payloads", "database", "fields", "texts", "errors", "version"},
+    {"exceptions", "conf", "signals", "retries", "payloads", "database", "fields", "texts", "errors", "version", "inserting"},
     {"models", "handlers", "wakeup", "listening"},
-    {"lanes"},
+    {"lanes", "intents"},
     {"leases", "operations", "retention"},
     {"delivery", "heartbeat", "registration", "overview"},
-    {"staging", "durable", "slots", "workers", "settler", "housekeeping", "dispatcher", "supervisor", "checks", "explain"},
+    {"staging", "recording", "durable", "slots", "workers", "settler", "housekeeping", "dispatcher", "supervisor", "checks", "explain"},
     {"apps", "admin", "testing", "pytest_plugin", "management", "logs", "migrations"},
     {""},  # outbox/__init__.py: the public names
 ]
@@ -113,7 +113,7 @@ def test_nothing_outside_imports_an_optional_part(module):
 
 @pytest.mark.parametrize("module", [name for name in MODULES if part_of(name) not in LEAVES])
 def test_the_core_needs_only_django_and_the_standard_library(module):
-    allowed = {"django", "outbox", *FURTHER_PACKAGES.get(part_of(module), ())}
+    allowed = {"django", "asgiref", "outbox", *FURTHER_PACKAGES.get(part_of(module), ())}
     tops = {name.split(".")[0] for name in imported_modules(module)}
     assert tops - allowed <= sys.stdlib_module_names
 
