@@ -85,6 +85,7 @@ def short_transaction(using: str) -> Iterator[None]:
         return
     atomic = transaction.atomic(using=using)
     if connection.vendor == "sqlite":
+        connection.ensure_connection()  # a connection learns its mode only when it is opened
         mode = connection.transaction_mode
         connection.transaction_mode = "IMMEDIATE"
         try:
