@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from asgiref.sync import async_to_sync
@@ -34,6 +34,7 @@ from outbox.exceptions import (
     Verdict,
 )
 from outbox.handlers import Envelope, registry
+from outbox.isolation import bookmark, restore
 from outbox.leases import Lease, Settled, Settlement, announce, claim, settle
 from outbox.models import Message, Outcome, Reason, State
 from outbox.registration import worker_name
@@ -49,7 +50,7 @@ def run(lease: Lease, function: Callable[[Envelope], Any] | None = None) -> Sett
     Returns what shall be written; an ``atomic`` handler that succeeded has written it itself. Raises nothing: whatever a
     handler raises, even SystemExit, is a failed attempt.
     """
-    before = _open_transactions()
+    before, marks = _open_transactions(), bookmark()
     started = time.monotonic()
     try:
         if lease.view.lost:
@@ -59,7 +60,7 @@ def run(lease: Lease, function: Callable[[Envelope], Any] | None = None) -> Sett
         result = _call(lease, function or lease.handler.function)
     except BaseException as error:
         result = error
-    leaked = _clean_up(before)
+    leaked = _clean_up(before) | restore(marks)
     if leaked and not isinstance(result, BaseException):
         result = LeakedTransaction(
             f"Handler {lease.handler.name!r} left a transaction open on {', '.join(sorted(leaked))}: it was rolled back. "
