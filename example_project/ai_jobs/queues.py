@@ -64,6 +64,12 @@ class RabbitQueue:
                     found[got[1].message_id] = queue
         return found
 
+    def delete(self) -> None:
+        """Remove the queues with all that is in them."""
+        with self.channel() as channel:
+            for queue in ALLOWED_QUEUES:
+                channel.queue_delete(self.declare(channel, queue))
+
     def declare(self, channel: Any, queue: str) -> str:
         name = f"{settings.WORLD_NAMESPACE}.{queue}"
         channel.queue_declare(name, durable=True)

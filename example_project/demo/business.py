@@ -48,8 +48,8 @@ def _media(number: int, tally: Tally) -> None:
     if item is None or number % 8 == 5:
         return
     try:
-        media.finish_download(item.pk)
-        tally.at_once += 1
+        result = media.finish_download(item.pk)
+        tally.at_once += len(result.completed_effects)
     except PostCommitEffectError:
         tally.postponed += 1  # committed; the notification failed and is left to the dispatchers
     tally.committed["media"] += 1

@@ -21,7 +21,8 @@ for topic in topics.EVENTS:
     handler(topic, ordering="topic", retry=PATIENCE, timeout=60)(tell_listeners)
 
 
-@handler(topics.NOTIFICATION, ordering="topic", retry=PATIENCE, timeout=60)
+# Too urgent to wait behind an earlier one that fails: unordered.
+@handler(topics.NOTIFICATION, ordering="none", retry=PATIENCE, timeout=60)
 def notify(message):
     # The event key goes along: if we die before this delivery is recorded, the gateway recognises the repetition.
     world.deliver("notifications", message.event_key, {"text": f"{message.payload['title']} is here."})

@@ -47,8 +47,11 @@ class RedisEngine:
         import redis  # only where it is configured
 
         self.client = redis.Redis.from_url(url, decode_responses=True)
-        self.stream = f"{settings.WORLD_NAMESPACE}:tasks"
         self._enqueue_once = self.client.register_script(ENQUEUE_ONCE)
+
+    @property
+    def stream(self) -> str:
+        return f"{settings.WORLD_NAMESPACE}:tasks"
 
     def enqueue(self, task: Task, *, idempotency_key: str, trace_id: str) -> None:
         world.visit("task engine", idempotency_key)
@@ -64,6 +67,11 @@ class RedisEngine:
         ]
 
 
-@cache
 def engine() -> Engine:
-    return RedisEngine(settings.REDIS_URL) if settings.REDIS_URL else TableEngine()
+    return redis_engine(settings.REDIS_URL) if settings.REDIS_URL else TableEngine()
+
+
+@cache
+def redis_engine(url: str) -> RedisEngine:
+    """One client per process: its connections are shared by all threads."""
+    return RedisEngine(url)

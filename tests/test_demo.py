@@ -1,0 +1,159 @@
+"""``manage.py demo``: it plays to the end, kills a dispatcher, and its proof cannot be fooled."""
+
+import uuid
+from collections import Counter
+
+import pytest
+from django.utils import timezone
+
+from example_project import world
+from example_project.ai_jobs import services as ai_jobs
+from example_project.demo import books, business
+from example_project.demo.books import Account
+from example_project.demo.screen import Screen
+from example_project.media import services as media
+from example_project.tasks import services as tasks
+from tests.waiting import wait_until
+
+# --- the whole play ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.process
+def test_the_demo_kills_a_dispatcher_and_balances_its_books(spawn, tmp_path):
+    process = spawn("demo", "--size", "40", "--folder", tmp_path)
+    assert process.wait(timeout=100) == 0, process.output()
+    told = process.output()
+    assert "killed (SIGKILL) with" in told
+    assert "The books balance." in told
+    assert "Dead letter" in told
+    assert "QUEUE_NOT_ALLOWED" in told
+    for system in ("media", "tasks", "ai_jobs"):
+        assert f"✓ {system}" in told
+
+
+@pytest.mark.process
+def test_the_demo_makes_a_fresh_database_of_its_own_each_time(spawn, tmp_path, database_kind):
+    if database_kind != "sqlite":
+        pytest.skip("On a server the demo plays in the database that DATABASE_URL names.")
+    (tmp_path / "demo.sqlite3").write_text("left over from yesterday")
+    process = spawn("demo", "--size", "16", "--folder", tmp_path, environment={"DATABASE_URL": ""})
+    assert process.wait(timeout=100) == 0, process.output()
+    assert (tmp_path / "demo.sqlite3").read_bytes().startswith(b"SQLite format 3")
+
+
+@pytest.mark.process
+def test_the_demo_opens_the_admin_with_the_dead_letter(spawn, tmp_path, free_port):
+    process = spawn("demo", "--size", "16", "--folder", tmp_path, "--serve", free_port)
+    wait_until(lambda: "Starting development server" in process.output() or process.poll() is not None, seconds=100)
+    assert f"http://127.0.0.1:{free_port}/admin/outbox/message/?" in process.output()
+
+
+# --- the proof --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def outside(settings, tmp_path):
+    settings.WORLD_JOURNAL = str(tmp_path / "journal.jsonl")
+    settings.WORLD_NAMESPACE = f"test-{uuid.uuid4().hex[:8]}"
+    settings.REDIS_URL = settings.RABBITMQ_URL = ""
+    return settings
+
+
+def accounts(since):
+    return {account.system: account for account in books.audit(since, 0)}
+
+
+@pytest.mark.django_db
+def test_an_intent_that_never_arrived_is_missing(outside):
+    since = timezone.now()
+    item = media.request("A film")
+    account = accounts(since)["media"]
+    assert account.missing == {f"media.requested:{item.pk}"}
+    assert not account.balanced
+
+
+@pytest.mark.django_db
+def test_an_intent_that_arrived_balances_and_twice_is_told(outside):
+    since = timezone.now()
+    item = media.request("A film")
+    for _ in range(2):
+        world.deliver("listeners", f"media.requested:{item.pk}", {})
+    account = accounts(since)["media"]
+    assert account.balanced
+    assert account.repeated == 1
+
+
+@pytest.mark.django_db
+def test_something_that_no_committed_row_asks_for_spoils_the_books(outside):
+    since = timezone.now()
+    world.deliver("listeners", "media.requested:nobody", {})
+    account = accounts(since)["media"]
+    assert account.unasked == {"media.requested:nobody"}
+    assert not account.balanced
+
+
+@pytest.mark.django_db
+def test_an_event_without_a_task_must_at_least_be_settled(outside):
+    since = timezone.now()
+    tasks.finish_probe(tasks.import_recording("A lake", 1080))
+    account = accounts(since)["tasks"]
+    assert len(account.without_effect) == 5  # progress, and HD needs no transcoding
+    assert account.unsettled == account.without_effect
+
+
+@pytest.mark.django_db
+def test_rows_of_an_earlier_run_are_left_out(outside):
+    ai_jobs.submit("Why?")
+    assert accounts(timezone.now())["ai_jobs"].committed == set()
+
+
+def test_a_dead_intent_counts_as_settled():
+    account = Account(system="media", committed={"a", "b"}, arrived=Counter("a"), dead={"b"})
+    assert account.balanced
+
+
+@pytest.mark.django_db(transaction=True)
+def test_what_was_rolled_back_is_remembered_and_not_there(outside):
+    since = timezone.now()
+    tally = business.play(8)
+    assert tally.rolled_back == {"media": 1, "tasks": 1, "ai_jobs": 1}
+    asked = {key for account in accounts(since).values() for key in account.committed | account.without_effect}
+    assert len(tally.void) == 3
+    assert not tally.void & asked
+
+
+# --- the screen -------------------------------------------------------------------------------------------------------
+
+
+class Lines:
+    """An output that is no terminal."""
+
+    def __init__(self):
+        self.lines = []
+
+    def isatty(self):
+        return False
+
+    def write(self, text):
+        self.lines.append(text)
+
+
+def test_progress_that_cannot_be_redrawn_takes_a_line_per_quarter(no_style):
+    output = Lines()
+    screen = Screen(output, no_style)
+    for done in range(101):
+        screen.progress(done, 100, "")
+    assert len(output.lines) == 5
+
+
+@pytest.fixture
+def no_style():
+    from django.core.management.color import no_style
+
+    return no_style()
+
+
+def test_a_table_is_aligned(no_style):
+    output = Lines()
+    Screen(output, no_style).table(("topic", "dead"), [("a", 0), ("long.topic", 1234)])
+    assert output.lines == ["    topic         dead", "    a                ·", "    long.topic   1,234"]
