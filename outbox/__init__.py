@@ -31,12 +31,11 @@ from outbox.exceptions import (
 )
 from outbox.handlers import Topic, handler
 from outbox.retries import RetryPolicy
+from outbox.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from outbox.durable import DurableCommand, Effect, PostCommitResult
     from outbox.staging import Intent, Staged, astage, stage, stage_many
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Bury",

@@ -12,10 +12,10 @@ from functools import lru_cache
 
 from django.db import Error
 
-import outbox
 from outbox.database import ServerNow
 from outbox.models import Dispatcher
 from outbox.texts import storable
+from outbox.version import __version__
 
 logger = logging.getLogger("outbox")
 
@@ -55,7 +55,7 @@ class Registration:
                 name=self.name,
                 host=storable(socket.gethostname(), 255),
                 pid=os.getpid(),
-                version=outbox.__version__,
+                version=__version__,
                 handlers=list(self.handlers),
                 concurrency=self.concurrency,
                 started_at=now,

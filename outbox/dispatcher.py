@@ -1,0 +1,327 @@
+"""The loop of one dispatcher process: claim what fits, start it, wait; and stop without losing anything.
+
+Threads: this loop claims and charges; workers run handlers; the settler writes outcomes; the heartbeat renews; the
+housekeeping sweeps and prunes. Each has a connection of its own, and none can end silently: every loop survives the loss
+of the database, backs off with jitter and resumes by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from django.db import Error, connections, reset_queries
+
+from outbox import delivery
+from outbox.database import close_quietly, is_loss
+from outbox.handlers import Handler
+from outbox.heartbeat import Heartbeat
+from outbox.housekeeping import Housekeeping
+from outbox.leases import Claim, Claimer, Lease, Settled, Settlement, charge
+from outbox.leases.claiming import ALONE_FROM
+from outbox.models import Outcome
+from outbox.registration import REPORT_EVERY, Registration, worker_name
+from outbox.settler import Settler
+from outbox.slots import Slots, Want
+from outbox.wakeup import Waiter
+from outbox.workers import Workers
+
+logger = logging.getLogger("outbox")
+
+POLL_JITTER = 0.2  # of the poll interval, added at random: processes started together shall not look together
+CONTENDED_PAUSE = 0.05  # seconds at most before looking again at rows that somebody else was taking
+CONTENDED_LOOKS = 40  # without progress, until --drain leaves rows to those who have locked them
+LONGEST_PAUSE = 5.0  # seconds between two tries while the database is away
+QUIET = 5.0  # seconds without a claim, doubled each time, to become empty for a message that must run alone
+LONGEST_QUIET = 320.0
+SHORT_RUN_TRIES = 3  # of a claim while the database is away, in runs that shall end by themselves
+LAST_WRITES = 5.0  # seconds beyond the grace for writing the last outcomes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one dispatcher works. Durations are seconds; ``limit``: start at most so many messages, then stop."""
+
+    using: str
+    handlers: Sequence[Handler]
+    concurrency: int
+    lease: float
+    poll: float
+    grace: float
+    batch: int
+    mode: Literal["run", "once", "drain"] = "run"
+    limit: int | None = None
+    exit_on_database_error: bool = False
+
+    @property
+    def ends_by_itself(self) -> bool:
+        return self.mode != "run" or self.limit is not None
+
+
+class Dispatcher:
+    """Claims and delivers until it is stopped, or until its plan is fulfilled. ``failure`` says why it gave up."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.name = worker_name()
+        self.failure: str | None = None
+        self.left_running = 0
+        self._left = plan.limit
+        self._passes = 0
+        self._stopping = threading.Event()
+        self._waiter = Waiter(plan.using, plan.poll * (1 + POLL_JITTER))
+        self._claimer = Claimer(using=plan.using, worker=self.name, handlers=plan.handlers)
+        self._slots = Slots(
+            concurrency=plan.concurrency,
+            handlers=plan.handlers,
+            batch=plan.batch,
+            lease_seconds=plan.lease,
+            prefetch=plan.limit is None,
+        )
+        self._settler = Settler(
+            using=plan.using,
+            slots=self._slots,
+            batch=plan.batch,
+            seconds=plan.lease,
+            may_continue=self._may_continue,
+            woke=self._nudge,
+        )
+        self._workers = Workers(self._slots, self._report_outcome)
+        self._registration = Registration(
+            using=plan.using,
+            name=self.name,
+            handlers=[each.name for each in plan.handlers],
+            concurrency=plan.concurrency,
+        )
+        self._heartbeat = Heartbeat(
+            using=plan.using,
+            seconds=plan.lease,
+            held=self._slots.held,
+            report=self._report_alive,
+            works=lambda: self._worked_at,
+            give_up=self._give_up,
+        )
+        self._housekeeping = Housekeeping(using=plan.using, name=self.name)
+        self._worked_at = time.monotonic()
+        self._reported_at = -REPORT_EVERY
+        self._failures = 0
+        self._hungry = True
+        self._nudged = False
+        self._solo = False
+        self._quiet = QUIET
+        self._quiet_until = self._quiet_again = 0.0
+
+    # --- from other threads -------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Claim nothing more, let what runs finish within the grace, give the rest back. Any thread may call it."""
+        self._stopping.set()
+        self._waiter.wake()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What became of the messages so far."""
+        counts = self._settler.counts
+        names = ("delivered", "retried", "dead", "discarded", "skipped")
+        return {"processed": sum(counts.values()), **{name: counts[name] for name in names}}
+
+    def _report_outcome(self, lease: Lease, outcome: Settlement | Settled) -> None:
+        self._settler.put(lease, outcome)
+        if self._hungry:
+            self._nudge()
+
+    def _nudge(self) -> None:
+        if not self._nudged:
+            self._nudged = True
+            self._waiter.wake()
+
+    def _may_continue(self, _lease: Lease) -> bool:
+        """Whether a settled lane may go on in this process at once, instead of being woken for anybody."""
+        return self.plan.mode != "once" and self._left is None and not self._stopping.is_set() and not self._solo
+
+    def _report_alive(self) -> None:
+        now = time.monotonic()
+        if self.plan.ends_by_itself or now - self._reported_at < REPORT_EVERY:
+            return
+        self._reported_at = now
+        self._registration.report(
+            in_flight=len(self._slots.held()), wakeup=self._waiter.mode, stopping=self._stopping.is_set()
+        )
+
+    def _give_up(self, reason: str) -> None:
+        logger.critical("Dispatcher %s gives up: %s", self.name, reason)
+        self.failure = reason
+        self.stop()
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Work until stopped; returns the exit code, 0 or 1. Blocks the calling thread."""
+        self._workers.start()
+        self._settler.start()
+        self._heartbeat.start()
+        if not self.plan.ends_by_itself:
+            self._housekeeping.start()
+        try:
+            self._loop()
+        finally:
+            self._shut_down()
+        return 1 if self.failure else 0
+
+    def _loop(self) -> None:
+        pause, misses = 0.0, 0
+        while not self._stopping.is_set():
+            try:
+                was_empty = self._slots.is_empty()
+                claim = self._pass()
+                self._worked_at = time.monotonic()
+                pause, misses = 0.0, 0 if claim.leases or claim.more or not claim.contended else misses + 1
+                if self._is_fulfilled(claim, was_empty, misses):
+                    return
+                if not claim.leases and not claim.more:
+                    self._wait(contended=claim.contended)
+            except Exception as error:
+                pause = self._survive(error, pause)
+            reset_queries()
+
+    def _pass(self) -> Claim:
+        """One round: free the slots of handlers that are out of time, start what is queued, claim what fits."""
+        self._abandon_overdue()
+        self._start_queued()
+        want = self._want()
+        if want.limit <= 0 or not any(want.room.values()):
+            self._hungry = True
+            return Claim()
+        if self._settler.soonest <= time.monotonic():
+            self._settler.soonest = float("inf")
+        alone = self._slots.holds_nothing()
+        claim = self._claimer.claim(
+            want.limit, seconds=self.plan.lease, start=want.start, room=want.room, alone=alone
+        )
+        self._passes += 1
+        if self._left is not None:
+            self._left -= len(claim.leases)
+        self._slots.add(claim.leases)
+        self._solo = alone and len(claim.leases) == 1 and claim.leases[0].message.lapses >= ALONE_FROM
+        self._hungry = claim.more or claim.lonely or len(claim.leases) >= want.limit
+        if claim.lonely:
+            self._become_quiet()
+        self._start_queued()
+        return claim
+
+    def _want(self) -> Want:
+        want = self._slots.want()
+        now = time.monotonic()
+        if self._solo and not self._slots.holds_nothing():
+            return Want(limit=0, start=0, room={})
+        if now < self._quiet_until and not self._slots.holds_nothing():
+            return Want(limit=0, start=0, room={})
+        if self.plan.mode == "once":
+            if self._passes:
+                return Want(limit=0, start=0, room={})
+            most = self.plan.batch if self._left is None else min(self.plan.batch, self._left)
+            return Want(limit=most, start=0, room=dict.fromkeys(want.room, most))
+        if self._left is not None:
+            most = min(want.limit, self._left)
+            return Want(limit=most, start=most, room=want.room)
+        return want
+
+    def _start_queued(self) -> None:
+        """Charge the queued messages for which a slot is free, and start them."""
+        leases = self._slots.startable()
+        if not leases:
+            return
+        charged = charge(self.plan.using, leases)
+        self._slots.start(charged)
+        for lost in set(leases).difference(charged):
+            lost.view.revoke()
+            self._settler.put(lost, delivery.release(lost))  # refused by the fence, or given back
+
+    def _abandon_overdue(self) -> None:
+        for lease in self._slots.abandon_overdue():
+            self._workers.add()
+            lease.view.revoke()
+            logger.warning("Message %s: its handler %r ran out of time.", lease.id, lease.handler.name)
+            if lease.message.lane is None:
+                self._settler.put(lease, delivery.timed_out(lease))
+        stuck = self._slots.abandoned()
+        if stuck >= self.plan.concurrency and not self._stopping.is_set():
+            self._give_up(f"{stuck} handlers are stuck beyond their timeout; their threads cannot be stopped")
+
+    def _become_quiet(self) -> None:
+        """Stop claiming for a while, to become empty for a message that must run alone; then claim again as long."""
+        now = time.monotonic()
+        if now < self._quiet_again:
+            return
+        self._quiet_until = now + self._quiet
+        self._quiet_again = now + 2 * self._quiet
+        self._quiet = min(LONGEST_QUIET, 2 * self._quiet)
+
+    def _is_fulfilled(self, claim: Claim, was_empty: bool, misses: int) -> bool:
+        if not self.plan.ends_by_itself:
+            return False
+        if (self.plan.mode == "once" and self._passes) or self._left == 0:
+            return self._slots.is_empty()
+        if self.plan.mode != "drain" or claim.leases or claim.more or claim.lonely:
+            return False
+        return was_empty and (not claim.contended or misses >= CONTENDED_LOOKS)
+
+    def _wait(self, *, contended: bool) -> None:
+        now = time.monotonic()
+        longest = self.plan.poll * (1 + random.uniform(0, POLL_JITTER))  # noqa: S311 - jitter, not secrecy
+        timeout = min(longest, self._slots.next_timeout(), self._settler.soonest - now)
+        if contended:
+            timeout = min(timeout, random.uniform(0.2, 1) * CONTENDED_PAUSE)  # noqa: S311
+        self._nudged = False
+        self._waiter.wait(max(0.0, timeout))
+
+    def _survive(self, error: Exception, pause: float) -> float:
+        """Note an error of the loop and wait a little; returns the pause that was taken."""
+        using = self.plan.using
+        lost = isinstance(error, Error) and is_loss(connections[using], error)
+        if not lost:
+            logger.error("Dispatcher %s: a round failed; it goes on.", self.name, exc_info=error)
+        elif not pause:
+            logger.warning("The database %r is away; dispatcher %s waits: %s", using, self.name, error)
+        if isinstance(error, Error):
+            close_quietly(using)
+            self._failures_in_a_row(error, first=not pause)
+        pause = min(LONGEST_PAUSE, pause * 2 or 0.1)
+        self._stopping.wait(pause * random.uniform(0.5, 1.0))  # noqa: S311
+        return pause
+
+    def _failures_in_a_row(self, error: Error, *, first: bool) -> None:
+        self._failures = 1 if first else self._failures + 1
+        short = self.plan.ends_by_itself and self._failures >= SHORT_RUN_TRIES
+        if short or self.plan.exit_on_database_error:
+            self._give_up(f"the database {self.plan.using!r} failed: {error}")
+
+    # --- the stop -----------------------------------------------------------------------------------------------------
+
+    def _shut_down(self) -> None:
+        """Give back what has not started, wait for what runs, and write the last outcomes."""
+        deadline = time.monotonic() + self.plan.grace
+        self._stopping.set()
+        for lease in self._slots.withdraw():
+            self._settler.put(lease, delivery.release(lease))
+        while not self._slots.is_empty() and time.monotonic() < deadline:
+            self._nudged = False
+            self._waiter.wait(min(0.2, deadline - time.monotonic(), self._slots.next_timeout()))
+            self._abandon_overdue()
+        for lease in self._slots.interrupted():
+            lease.view.revoke()
+            self._settler.put(lease, delivery.release(lease, Outcome.INTERRUPTED))
+        self.left_running = len(self._slots.interrupted()) + self._slots.abandoned()
+        self._settler.stop(LAST_WRITES)
+        self._heartbeat.stop(1.0)
+        self._housekeeping.stop(1.0)
+        self._slots.close()
+        if not self.plan.ends_by_itself:
+            self._registration.leave()
+        self._waiter.close()
+        close_quietly(self.plan.using)

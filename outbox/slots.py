@@ -1,0 +1,243 @@
+"""What one dispatcher process holds, and what may start next: bookkeeping in memory, no database, no threads of its own.
+
+A lease is *queued* (claimed, not charged: its handler has not started), *ready* (charged, waits for a worker thread),
+*running*, or *ending* (its outcome is being settled). The heartbeat renews all of them. A slot is occupied from the
+charge to the end of the handler; in a lane to the settlement, so that the next message of the lane finds it free.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from outbox.handlers import Handler
+from outbox.leases import Lease
+
+PREFETCH_SHARE = 0.25  # of the lease that the queue may take to run dry
+LEARN = 0.2  # weight of the newest duration in a handler's mean
+SHORTEST = 1e-4  # seconds: a mean below this says nothing
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A handler that is running; ``abandoned`` once it ran out of time: its slot is somebody else's now."""
+
+    lease: Lease
+    started: float
+    abandoned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """What the next claim shall bring; ``room`` by handler name; ``start``: how many of them start at once."""
+
+    limit: int
+    start: int
+    room: dict[str, int]
+
+
+class Slots:
+    """The slots of a process. Every method may be called by any thread."""
+
+    def __init__(
+        self, *, concurrency: int, handlers: Sequence[Handler], batch: int, lease_seconds: float, prefetch: bool
+    ) -> None:
+        self.concurrency = concurrency
+        self.handlers = handlers
+        self._batch = batch
+        self._lease_seconds = lease_seconds
+        self._prefetch = prefetch
+        self._queued: dict[str, deque[Lease]] = {each.name: deque() for each in handlers}
+        self._ready: deque[Lease] = deque()
+        self._running: dict[Lease, Running] = {}
+        self._ending: set[Lease] = set()
+        self._occupied: set[Lease] = set()
+        self._busy: Counter[str] = Counter()
+        self._means: dict[str, float] = {}
+        self._closed = False
+        self._lock = threading.RLock()
+        self._work = threading.Condition(self._lock)
+
+    def cap(self, handler: Handler) -> int:
+        """How many slots one handler may fill: its share, or all of them when it is the only one."""
+        if len(self.handlers) < 2:
+            return self.concurrency
+        return max(1, int(self.concurrency * handler.share))
+
+    def want(self) -> Want:
+        """What to claim now: what can start at once, or also a stock for handlers that are known to be quick."""
+        with self._lock:
+            waiting = {name: len(leases) for name, leases in self._queued.items()}
+            total = sum(waiting.values())
+            room = {each.name: self.cap(each) - self._busy[each.name] - waiting[each.name] for each in self.handlers}
+            stock = {each.name: self._stock(each) for each in self.handlers}
+            if total <= self._batch // 2 and any(stock.values()):
+                room = {name: max(0, count) + max(0, stock[name] - waiting[name]) for name, count in room.items()}
+                return Want(limit=self._batch - total, start=0, room=room)
+            limit = max(0, self.concurrency - len(self._occupied) - total)
+            return Want(limit=limit, start=limit, room={name: max(0, count) for name, count in room.items()})
+
+    def _stock(self, handler: Handler) -> int:
+        """How many messages of a handler to hold ready: what it does in a part of the lease, if more than its slots."""
+        mean = self._means.get(handler.name)
+        if not self._prefetch or mean is None:
+            return 0
+        stock = int(PREFETCH_SHARE * self._lease_seconds / max(mean, SHORTEST)) * self.cap(handler)
+        return min(self._batch, stock) if stock > self.cap(handler) else 0
+
+    def add(self, leases: Iterable[Lease]) -> None:
+        """Take new leases: charged ones start as soon as a thread is free, the others are queued."""
+        with self._lock:
+            for lease in leases:
+                if lease.charged:
+                    self._occupy(lease)
+                    self._ready.append(lease)
+                    self._work.notify()
+                else:
+                    self._queued[lease.handler.name].append(lease)
+
+    def hand_over(self, ended: Lease, successor: Lease) -> None:
+        """Give the slot of a settled lease to the next message of its lane, before anybody else."""
+        with self._lock:
+            self.end(ended)
+            self._occupy(successor)
+            self._ready.appendleft(successor)
+            self._work.notify()
+
+    def startable(self) -> list[Lease]:
+        """Queued leases, in turn one of each handler, for which there is a slot; the slots are taken.
+
+        They must be charged and then given to `start`.
+        """
+        with self._lock:
+            found: list[Lease] = []
+            caps = {each.name: self.cap(each) for each in self.handlers}
+            names = deque(name for name, leases in self._queued.items() if leases)
+            while names and len(self._occupied) < self.concurrency:
+                name = names.popleft()
+                if self._busy[name] >= caps[name]:
+                    continue
+                lease = self._queued[name].popleft()
+                self._occupy(lease)
+                self._ending.add(lease)
+                found.append(lease)
+                if self._queued[name]:
+                    names.append(name)
+            return found
+
+    def start(self, charged: Collection[Lease]) -> None:
+        """Make charged leases ready for the worker threads."""
+        with self._lock:
+            self._ending.difference_update(charged)
+            self._ready.extend(charged)
+            self._work.notify(len(charged))
+
+    def take(self) -> Lease | None:
+        """The next lease to run, for a worker thread; waits for one. None: there will be no more."""
+        with self._lock:
+            while not self._ready:
+                if self._closed:
+                    return None
+                self._work.wait()
+            lease = self._ready.popleft()
+            self._running[lease] = Running(lease, time.monotonic())
+            return lease
+
+    def finished(self, lease: Lease) -> bool:
+        """A handler returned. False when it had been abandoned for running out of time."""
+        with self._lock:
+            ran = self._running.pop(lease)
+            duration = time.monotonic() - ran.started
+            known = self._means.get(lease.handler.name, duration)
+            self._means[lease.handler.name] = known + LEARN * (duration - known)
+            self._ending.add(lease)
+            if lease.message.lane is None:
+                self._vacate(lease)
+            return not ran.abandoned
+
+    def end(self, lease: Lease) -> None:
+        """The outcome of a lease is settled, or it is lost: it is held no more."""
+        with self._lock:
+            self._ending.discard(lease)
+            self._vacate(lease)
+
+    def abandon_overdue(self) -> list[Lease]:
+        """Running leases whose handlers are out of time; their slots are free now, their threads are not."""
+        now = time.monotonic()
+        with self._lock:
+            overdue = [
+                ran for ran in self._running.values() if not ran.abandoned and now - ran.started > ran.lease.handler.timeout
+            ]
+            for ran in overdue:
+                ran.abandoned = True
+                self._vacate(ran.lease)
+            return [ran.lease for ran in overdue]
+
+    def next_timeout(self) -> float:
+        """Seconds until the next running handler is out of time; infinite if there is none."""
+        now = time.monotonic()
+        with self._lock:
+            ends = [ran.started + ran.lease.handler.timeout for ran in self._running.values() if not ran.abandoned]
+        return max(0.0, min(ends) - now) if ends else float("inf")
+
+    def held(self) -> list[Lease]:
+        """Every lease to renew; an abandoned one only in a lane, where nobody may start before its thread has ended."""
+        with self._lock:
+            queued = [lease for leases in self._queued.values() for lease in leases]
+            running = [
+                ran.lease for ran in self._running.values() if not ran.abandoned or ran.lease.message.lane is not None
+            ]
+            return [*queued, *self._ready, *running, *self._ending]
+
+    def interrupted(self) -> list[Lease]:
+        """Leases whose handlers still run, without those that were abandoned and settled before."""
+        with self._lock:
+            return [ran.lease for ran in self._running.values() if not ran.abandoned or ran.lease.message.lane is not None]
+
+    def abandoned(self) -> int:
+        """How many threads are stuck in handlers that ran out of time."""
+        with self._lock:
+            return sum(ran.abandoned for ran in self._running.values())
+
+    def withdraw(self) -> list[Lease]:
+        """Take back everything that has not started, to give it back to the database."""
+        with self._lock:
+            leases = [*self._ready, *(lease for queue in self._queued.values() for lease in queue)]
+            self._ready.clear()
+            for queue in self._queued.values():
+                queue.clear()
+            self._ending.update(leases)
+            return leases
+
+    def is_empty(self) -> bool:
+        """Whether nothing is held that will still be settled (abandoned threads do not count)."""
+        with self._lock:
+            waiting = self._ready or self._ending or any(self._queued.values())
+            return not waiting and all(ran.abandoned for ran in self._running.values())
+
+    def is_quiet(self) -> bool:
+        """Whether no handler runs or is about to."""
+        with self._lock:
+            return not self._ready and not self._running
+
+    def holds_nothing(self) -> bool:
+        with self._lock:
+            return self.is_empty() and not self._running
+
+    def close(self) -> None:
+        """Let the worker threads end once nothing is ready."""
+        with self._lock:
+            self._closed = True
+            self._work.notify_all()
+
+    def _occupy(self, lease: Lease) -> None:
+        self._occupied.add(lease)
+        self._busy[lease.handler.name] += 1
+
+    def _vacate(self, lease: Lease) -> None:
+        if lease in self._occupied:
+            self._occupied.remove(lease)
+            self._busy[lease.handler.name] -= 1
