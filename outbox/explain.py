@@ -150,7 +150,7 @@ class _Case:
             versions = ", ".join(map(str, known.payload_versions))
             return self._say(
                 "unroutable",
-                f"has payload version {row.payload_version}, which handler {known.name!r} does not take (it takes {versions})",
+                f"has payload version {row.payload_version}, but handler {known.name!r} takes only {versions}",
                 "deploy code whose handler names that version in payload_versions",
             )
         if any(serves(each, row) for each in self.dispatchers):
@@ -241,6 +241,6 @@ class _Case:
             worker = one_line(row.leased_by) or "its worker"
             return self._say(
                 "lapsed",
-                f"was in flight with {worker} until its lease ran out {self._at(row.due_at)}, and is about to be claimed again",
+                f"was in flight with {worker} until its lease ran out {self._at(row.due_at)}; it will be claimed again",
             )
         return None

@@ -1,8 +1,9 @@
 """Every log line about the life of a message; the receivers here are the only ones that write them.
 
-Logger ``outbox``. WARNING: one line per failed attempt, lost lease and failed immediate delivery. INFO: discarded, other
-side unavailable. DEBUG: staged, delivered, snoozed, released. Each record carries ``message_id``, ``event_key``, ``topic``,
-``attempt`` and ``fate`` as attributes for structured logs, and never the payload.
+Logger ``outbox``. WARNING: one line per failed attempt, lost lease and failed immediate delivery. INFO: discarded, the
+other side unavailable. DEBUG: staged, delivered, snoozed, released. For structured logs each record carries
+``message_id``, ``event_key``, ``topic``, ``handler``, ``attempt``, ``database`` and ``fate`` as attributes. The payload
+is never logged.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class Done:
 def requeue(using: str, ids: Iterable[int], *, actor: str = "", note: str = "") -> Done:
     """Give dead or discarded messages a fresh budget and make them due now.
 
-    The last error and the attempts stay; an expiry time is cleared. In a lane that went on without it, its order is given
-    up: it knocks, and runs when nobody of the lane is in flight.
+    The last error and the attempts stay; an expiry time is cleared. Where the lane went on without it, its order is
+    given up: it knocks, and runs when nobody of the lane is in flight.
     """
     return _operate(_REQUEUE, using, ids, actor, note)
 

@@ -51,7 +51,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
-    """One database as of ``now``: counts by topic (declared ones always), unroutable routes, dispatchers that report."""
+    """One database as of ``now``: counts by topic (declared ones always) and unroutable route, and who dispatches."""
 
     using: str
     now: datetime

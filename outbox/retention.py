@@ -36,9 +36,9 @@ SWEEP_WINDOWS = 10  # of one sweep
 class Pruned:
     """How many rows were (or, in a dry run, would be) pruned.
 
-    ``delivered``, ``discarded`` and ``dead`` count whole messages; ``payloads`` those that lost payload and headers only;
-    ``orphans`` attempts and interventions whose message is gone; ``busy`` messages left for the next time, because
-    somebody had them locked.
+    ``delivered``, ``discarded`` and ``dead`` count whole messages; ``payloads`` those that lost only payload and
+    headers; ``orphans`` attempts and interventions whose message is gone; ``busy`` messages left for the next time,
+    because somebody had them locked.
     """
 
     payloads: int = 0
@@ -109,7 +109,7 @@ def prune(
 
 
 def _payloads(run: _Run, age: float, row_age: float) -> int:
-    """Empty payload and headers of delivered messages; those that go altogether in the same run are spared the detour."""
+    """Empty payload and headers of delivered messages, but not of those that this run deletes anyway."""
     if not age:
         return 0
     rows = _settled(run, State.DELIVERED, False, age)
@@ -164,6 +164,9 @@ def _change(run: _Run, rows: MessageQuerySet, ids: Sequence[int], change: Callab
     A lock on an index entry is met only by the change itself (a duplicate being staged on MariaDB holds one until it
     commits); then the batch is done again in smaller parts, so that one such row keeps no others.
     """
+    if not run.goes_on:
+        run.busy.update(ids)
+        return 0
     try:
         with impatient_transaction(run.using):
             free = list(locked(rows.filter(pk__in=ids).order_by("pk")).values_list("pk", flat=True))
@@ -173,7 +176,7 @@ def _change(run: _Run, rows: MessageQuerySet, ids: Sequence[int], change: Callab
         if not is_race(connections[run.using], error):
             raise
         run.refusals += 1
-        if len(ids) == 1 or not run.goes_on:
+        if len(ids) == 1:
             run.busy.update(ids)
             return 0
         part = max(1, len(ids) // 10)
@@ -248,17 +251,17 @@ def sweep(using: str) -> int:
 
 
 def _stranded(using: str, after: int) -> tuple[int | None, list[int]]:
-    """The last lane of the window behind lane ``after`` (None: no lanes there), and its parked heads nobody will wake."""
+    """The last lane of the window behind lane ``after`` (None: there is none), and its heads that nobody wakes."""
     connection = connections[using]
     table = connection.ops.quote_name(Message._meta.db_table)
-    window = f"(SELECT w.lane, w.id FROM {table} w WHERE w.lane > %s ORDER BY w.lane, w.id LIMIT {SWEEP_WINDOW}) AS v"  # noqa: S608
+    window = f"(SELECT w.lane, w.id FROM {table} w WHERE w.lane > %s ORDER BY w.lane, w.id LIMIT {SWEEP_WINDOW}) AS v"
     with connection.cursor() as cursor:
-        cursor.execute(f"SELECT MAX(v.lane) FROM {window}", [after])  # noqa: S608
+        cursor.execute(f"SELECT MAX(v.lane) FROM {window}", [after])
         (last,) = cursor.fetchone()
         if last is None:
             return None, []
         cursor.execute(
-            f"SELECT h.head FROM (SELECT MIN(v.id) AS head FROM {window} GROUP BY v.lane) AS h "  # noqa: S608
+            f"SELECT h.head FROM (SELECT MIN(v.id) AS head FROM {window} GROUP BY v.lane) AS h "
             f"JOIN {table} m ON m.id = h.head WHERE m.state = %s AND m.due_at IS NULL",
             [after, State.PENDING],
         )
