@@ -30,6 +30,13 @@ class FromNow(NamedTuple):
     micros: int = 0
 
 
+class Made(NamedTuple):
+    """A row that was inserted."""
+
+    id: int
+    staged_at: int
+
+
 class Found(NamedTuple):
     """A row that was there already."""
 
@@ -62,16 +69,14 @@ class Table:
         return self._frames[kind]
 
 
-def insert_or_find(
-    using: str, table: Table, rows: Sequence[Row]
-) -> tuple[dict[RowKey, tuple[int, int]], dict[RowKey, Found]]:
-    """Insert rows, in their order, unless their key is taken. Return (id, staged_at) of the new and the taken ones.
+def insert_or_find(using: str, table: Table, rows: Sequence[Row]) -> tuple[dict[RowKey, Made], dict[RowKey, Found]]:
+    """Insert rows, in their order, unless their key is taken. Return the new and the taken ones.
 
     Errors of the database reach the caller unchanged; as after any failed write of Django's, its transaction is then to
     be rolled back. A key that is in neither result was taken and freed several times meanwhile.
     """
     connection = connections[using]
-    new: dict[RowKey, tuple[int, int]] = {}
+    new: dict[RowKey, Made] = {}
     taken: dict[RowKey, Found] = {}
     with transaction.mark_for_rollback_on_error(using=using):
         for chunk in _chunks(connection, rows):
@@ -101,7 +106,7 @@ def _settle_chunk(
     connection: Any,
     table: Table,
     rows: Sequence[Row],
-    new: dict[RowKey, tuple[int, int]],
+    new: dict[RowKey, Made],
     taken: dict[RowKey, Found],
 ) -> None:
     tries = TRIES
@@ -125,7 +130,7 @@ def _settle_chunk(
             return
 
 
-def _insert(connection: Any, table: Table, rows: Sequence[Row]) -> dict[RowKey, tuple[int, int]]:
+def _insert(connection: Any, table: Table, rows: Sequence[Row]) -> dict[RowKey, Made]:
     head, tail = table.frame(connection)
     now, now_params = database.now_sql(connection)
     clock = now_params[0] if now_params else None
@@ -152,10 +157,10 @@ def _insert(connection: Any, table: Table, rows: Sequence[Row]) -> dict[RowKey, 
     with connection.cursor() as cursor:
         cursor.execute(head + ", ".join(texts) + tail, params)
         if _returns(connection):
-            return {(key, position): (id_, staged_at) for key, position, id_, staged_at in cursor.fetchall()}
+            return {(key, position): Made(id_, staged_at) for key, position, id_, staged_at in cursor.fetchall()}
     keys = {row[:2] for row in rows}
     there = _find(connection, table, {event_key for event_key, _ in keys}, lock=False)
-    return {key: (found.id, found.staged_at) for key, found in there.items() if key in keys}
+    return {key: Made(found.id, found.staged_at) for key, found in there.items() if key in keys}
 
 
 def _find(connection: Any, table: Table, keys: Iterable[str], *, lock: bool | None = None) -> dict[RowKey, Found]:

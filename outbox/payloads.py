@@ -78,7 +78,7 @@ def headers(value: object, what: str = "headers") -> JsonText | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise InvalidPayload(f"{what} must be a dict, not {_kind(value)}.")
+        raise InvalidPayload(f"{what} must be a dict, not {_type(value)}.")
     for name in value:
         key(name, f"A name in {what}")
     return encode(value, what, "MAX_HEADERS_BYTES") if value else None
@@ -87,7 +87,7 @@ def headers(value: object, what: str = "headers") -> JsonText | None:
 def key(value: object, what: str) -> str:
     """An event key or its like: 1 to 255 characters, none of them a control character, no blanks at the ends."""
     if not isinstance(value, str):
-        raise InvalidIntent(f"{what} must be a string, not {_kind(value)}. Write it as str(...) or in an f-string.")
+        raise InvalidIntent(f"{what} must be a string, not {_type(value)}. Write it as str(...) or in an f-string.")
     text = str.__str__(value)
     if not 1 <= len(text) <= MAX_KEY:
         raise InvalidIntent(f"{what} has {len(text)} characters: 1 to {MAX_KEY} fit ({_cut(text)}).")
@@ -120,7 +120,7 @@ def instant(value: object, what: str) -> int | FromNow | None:
             raise InvalidIntent(f"{what} is {value!r}, which ends after the year 9999.")
         return FromNow(micros)
     if not isinstance(value, datetime):
-        raise InvalidIntent(f"{what} must be an aware datetime or a timedelta, not {_kind(value)}.")
+        raise InvalidIntent(f"{what} must be an aware datetime or a timedelta, not {_type(value)}.")
     if timezone.is_naive(value):
         if settings.USE_TZ:
             raise InvalidIntent(f"{what} is {value!r}, without a time zone. Make it aware: timezone.make_aware(...).")
@@ -171,7 +171,7 @@ class _Reading:
         if isinstance(value, _ENCODED_BY_DJANGO):
             return self._text(_as_django_does(value))
         raise _Unfit(
-            f"is {_kind(value)}, which JSON cannot hold. Convert it first; "
+            f"is of type {_type(value)}, which JSON cannot hold. Convert it first; "
             "only datetime, date, time, Decimal and UUID are converted for you."
         )
 
@@ -223,7 +223,7 @@ def _name(name: Any) -> str:
         return str(_whole(name))
     if isinstance(name, float):
         return repr(_fraction(name))
-    raise _Unfit(f"is under a key that is {_kind(name)}: in JSON keys are strings. Convert it with str(...).")
+    raise _Unfit(f"is under a key of type {_type(name)}: in JSON keys are strings. Convert it with str(...).")
 
 
 def _whole(value: int) -> int:
@@ -261,10 +261,9 @@ def _cut(value: object) -> str:
     try:
         text = repr(value)
     except Exception:  # of a foreign class, or a number of more digits than Python prints
-        text = _kind(value)
+        text = f"of type {_type(value)}"
     return text if len(text) <= 80 else f"{text[:79]}…"
 
 
-def _kind(value: object) -> str:
-    name = type(value).__name__
-    return f"an {name}" if name[:1].lower() in "aeiou" else f"a {name}"
+def _type(value: object) -> str:
+    return type(value).__name__

@@ -20,7 +20,7 @@ from outbox import delivery, inserting, payloads, signals, wakeup
 from outbox.exceptions import EventKeyConflict, InvalidPayload, OutboxError
 from outbox.fields import from_micros
 from outbox.handlers import Envelope, LeaseView
-from outbox.inserting import Found, RowKey
+from outbox.inserting import Found, Made, RowKey
 from outbox.intents import TABLE, Draft
 
 logger = logging.getLogger("outbox")
@@ -84,7 +84,7 @@ def _by_key(drafts: Sequence[Draft]) -> dict[str, Draft]:
 
 def _insert(
     using: str, by_key: dict[str, Draft], wanted: list[tuple[Draft, int]]
-) -> tuple[dict[RowKey, tuple[int, int]], dict[RowKey, Found]]:
+) -> tuple[dict[RowKey, Made], dict[RowKey, Found]]:
     if len(wanted) > 1:
         number = {key: n for n, key in enumerate(by_key)}
         wanted.sort(key=lambda each: each[0].place(each[1], number[each[0].event_key]))
@@ -136,12 +136,11 @@ def _differences(each: Draft, there: Draft | Found) -> str:
     return ", ".join(parts)
 
 
-def _results(
-    drafts: Sequence[Draft], new: Mapping[RowKey, tuple[int, int]], taken: Mapping[RowKey, Found]
-) -> list[Staged]:
+def _results(drafts: Sequence[Draft], new: Mapping[RowKey, Made], taken: Mapping[RowKey, Found]) -> list[Staged]:
     ids: dict[str, dict[int, int]] = {}
-    for (key, position), row in (*new.items(), *taken.items()):
-        ids.setdefault(key, {})[position] = row[0]
+    for rows in (new, taken):
+        for (key, position), row in rows.items():
+            ids.setdefault(key, {})[position] = row.id
     created = {key for key, position in new if position == 0}
     results = []
     for each in drafts:
