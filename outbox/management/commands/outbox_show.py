@@ -1,0 +1,84 @@
+"""``manage.py outbox_show``: everything about a message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+from django.core.management.base import CommandParser
+from django.db.models import Model
+
+from outbox.database import server_now
+from outbox.explain import explain
+from outbox.fields import from_micros
+from outbox.management.operator import OperatorCommand
+from outbox.management.printing import facts
+from outbox.models import Message
+from outbox.texts import moment, one_line, printable
+
+IDENTITY = ("id", "event_key", "position", "topic", "handler", "payload_version", "ordering_key")
+PROGRESS = (
+    *("state", "reason", "staged_at", "deliver_at", "expires_at", "due_at", "settled_at"),
+    *("attempt", "spent", "lapses", "lane", "leased_by", "leased_at"),
+)
+LAST_ERROR = ("error_type", "error_code", "error_text")
+OF_ATTEMPT = ("number", "outcome", "worker", "started_at", "ended_at", *LAST_ERROR, "traceback")
+OF_INTERVENTION = ("at", "verb", "actor", "note")
+
+
+class Command(OperatorCommand):
+    help = "Show all of a message: payload with exact digits, headers, attempts with tracebacks, what people did to it."
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument("messages", nargs="+", metavar="ID|KEY", help="Ids or event keys.")
+
+    def run(self, options: dict[str, Any]) -> None:
+        ids = [row.pk for row in self.messages(options["messages"])]
+        rows = list(Message.objects.using(self.using).filter(pk__in=ids).order_by("pk"))
+        self.emit([_as_data(row) for row in rows], (line for row in rows for line in self._lines(row)))
+
+    def _lines(self, row: Message) -> Iterator[str]:
+        now = from_micros(server_now(self.using))
+        yield self.paint("MIGRATE_HEADING", f"{one_line(row.topic)} {one_line(row.event_key)}")
+        yield printable(explain(row))
+        yield ""
+        yield from facts((name.replace("_", " "), _shown(getattr(row, name), now)) for name in IDENTITY + PROGRESS)
+        yield from facts((name.replace("_", " "), getattr(row, name)) for name in LAST_ERROR)
+        pruned = "pruned" if row.payload_pruned else None
+        yield from ("", self.paint("MIGRATE_LABEL", "payload"), pruned or printable(_pretty(row.payload)))
+        yield from ("", self.paint("MIGRATE_LABEL", "headers"), pruned or printable(_pretty(row.headers or {})))
+        for attempt in row.attempts.all():
+            yield from ("", self.paint("MIGRATE_LABEL", f"attempt {attempt.number}: {attempt.get_outcome_display()}"))
+            yield from facts((name.replace("_", " "), _shown(getattr(attempt, name), now)) for name in OF_ATTEMPT[2:])
+        for act in row.interventions.all():
+            note = f": {one_line(act.note)}" if act.note else ""
+            who = one_line(act.actor) or "somebody"
+            yield from ("", f"{moment(act.at, now)} {act.get_verb_display()} by {who}{note}")
+        yield ""
+
+
+def _shown(value: object, now: datetime) -> object:
+    return moment(value, now) if isinstance(value, datetime) else value
+
+
+def _pretty(document: object) -> str:
+    return json.dumps(document, indent=2, ensure_ascii=False)
+
+
+def _as_data(row: Message) -> dict[str, Any]:
+    attempts, interventions = row.attempts.all(), row.interventions.all()
+    return {
+        **_values(row, IDENTITY + PROGRESS + LAST_ERROR),
+        "payload_pruned": row.payload_pruned,
+        "payload": row.payload,
+        "headers": row.headers or {},
+        "explanation": explain(row),
+        "attempts": [_values(each, OF_ATTEMPT) for each in attempts],
+        "interventions": [_values(each, OF_INTERVENTION) for each in interventions],
+    }
+
+
+def _values(row: Model, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in names}
