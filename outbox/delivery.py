@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from django.db import DatabaseError, Error, connections
 from django.utils import timezone
 
 from outbox import wakeup
-from outbox.database import close_quietly, has_open_transaction, is_loss, short_transaction
+from outbox.database import close_quietly, is_loss, short_transaction
 from outbox.errors import describe
 from outbox.exceptions import (
     Bury,
@@ -50,7 +49,7 @@ def run(lease: Lease, function: Callable[[Envelope], Any] | None = None) -> Sett
     Returns what shall be written; an ``atomic`` handler that succeeded has written it itself. Raises nothing: whatever a
     handler raises, even SystemExit, is a failed attempt.
     """
-    before, marks = _open_transactions(), bookmark()
+    marks = bookmark()
     started = time.monotonic()
     try:
         if lease.view.lost:
@@ -60,7 +59,7 @@ def run(lease: Lease, function: Callable[[Envelope], Any] | None = None) -> Sett
         result = _call(lease, function or lease.handler.function)
     except BaseException as error:
         result = error
-    leaked = _clean_up(before) | restore(marks)
+    leaked = restore(marks)
     if leaked and not isinstance(result, BaseException):
         result = LeakedTransaction(
             f"Handler {lease.handler.name!r} left a transaction open on {', '.join(sorted(leaked))}: it was rolled back. "
@@ -194,41 +193,6 @@ def _final(
 
 def _aware(moment: datetime) -> datetime:
     return (moment if timezone.is_aware(moment) else timezone.make_aware(moment)).astimezone(UTC)
-
-
-# --- the handler's connections ----------------------------------------------------------------------------------------
-
-
-def _open_transactions() -> set[str]:
-    """Aliases with an open transaction in this thread."""
-    found = set()
-    for connection in connections.all(initialized_only=True):
-        with suppress(Error):
-            if has_open_transaction(connection):
-                found.add(connection.alias)
-    return found
-
-
-def _clean_up(before: set[str]) -> set[str]:
-    """Roll back what the handler left open and drop spoilt connections; returns the aliases that were left open."""
-    leaked = set()
-    for connection in connections.all(initialized_only=True):
-        if connection.alias in before:
-            continue
-        try:
-            if has_open_transaction(connection):
-                leaked.add(connection.alias)
-            else:
-                connection.close_if_unusable_or_obsolete()
-        except Error:
-            leaked.add(connection.alias)
-    for alias in leaked:
-        raw = connections[alias].connection
-        if raw is not None:
-            with suppress(Exception):  # closing rolls back, and a connection that cannot be closed is gone already
-                raw.close()
-        del connections[alias]  # Django's bookkeeping of the broken transaction goes with it
-    return leaked
 
 
 # --- immediate delivery -----------------------------------------------------------------------------------------------

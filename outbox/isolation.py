@@ -1,67 +1,93 @@
-"""Keep transactions that were open before a handler usable after it, whatever the handler did to them.
+"""Undo what a handler did to the database connections of its thread, before anything is written about it.
 
-Only tests run handlers inside a transaction: that of the test case. A dispatcher has none open, and nothing happens.
-Plain savepoints, not ``atomic()``: a handler may open ``atomic(durable=True)``, which refuses to run inside a block.
+A transaction that the handler left open is rolled back, a spoilt connection is dropped. A transaction that was open
+before, which only the test case of a project's tests is, must stay usable: it gets a savepoint. A plain one, not
+``atomic()``: a handler may open ``atomic(durable=True)``, which refuses to run inside a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from django.db import Error, connections
+
+from outbox.database import has_open_transaction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bookmark:
-    """A savepoint, and how much Django remembered of the transaction when it was set."""
+    """An open transaction: a savepoint in it, if it is Django's, and how much Django remembered of it then."""
 
-    alias: str
-    savepoint: str
+    savepoint: str | None
     blocks: int
     savepoints: int
     hooks: int
 
 
-def bookmark() -> list[Bookmark]:
-    """Set a savepoint in every transaction that is open in this thread."""
-    marks = []
+def bookmark() -> dict[str, Bookmark]:
+    """Mark every transaction that is open in this thread, by alias; a dispatcher's threads have none."""
+    marks = {}
     for connection in connections.all(initialized_only=True):
-        if connection.in_atomic_block and not connection.needs_rollback:
-            savepoint = connection.savepoint()
-            if savepoint is not None:
-                mark = Bookmark(
-                    alias=connection.alias,
-                    savepoint=savepoint,
+        with suppress(Error):
+            if has_open_transaction(connection):
+                usable = connection.in_atomic_block and not connection.needs_rollback
+                marks[connection.alias] = Bookmark(
+                    savepoint=connection.savepoint() if usable else None,
                     blocks=len(connection.atomic_blocks),
                     savepoints=len(connection.savepoint_ids),
                     hooks=len(connection.run_on_commit),
                 )
-                marks.append(mark)
     return marks
 
 
-def restore(marks: Iterable[Bookmark]) -> set[str]:
-    """Make each transaction usable again; returns the aliases where that took a rollback to the savepoint.
+def restore(marks: dict[str, Bookmark]) -> set[str]:
+    """Undo what happened to the connections since then; returns the aliases where something had to be rolled back.
 
-    Elsewhere the handler's writes stay, even if it failed, as they would have been committed without the test case.
+    In a marked transaction the writes of a handler stay unless it spoilt the transaction, even if it failed: without
+    the test case they would have been committed.
     """
-    return {mark.alias for mark in marks if not _released(mark)}
+    found = connections.all(initialized_only=True)
+    return {each.alias for each in found if not _as_before(each, marks.get(each.alias))}
 
 
-def _released(mark: Bookmark) -> bool:
-    connection = connections[mark.alias]
+def _as_before(connection: Any, mark: Bookmark | None) -> bool:
+    if mark is not None:
+        return mark.savepoint is None or _back_to(connection, mark, mark.savepoint)
+    try:
+        if not has_open_transaction(connection):
+            connection.close_if_unusable_or_obsolete()
+            return True
+    except Error:
+        pass  # it cannot even be asked
+    _forget_blocks(connection, blocks=0, savepoints=0, hooks=0)
+    connection.in_atomic_block = False
+    with suppress(Error):  # closing rolls back, and a connection that cannot be closed is gone already
+        connection.rollback()  # but a database in memory is never closed
+        connection.set_autocommit(True)
+    with suppress(Error):
+        connection.close()
+    return False
+
+
+def _back_to(connection: Any, mark: Bookmark, savepoint: str) -> bool:
     if len(connection.atomic_blocks) == mark.blocks and not connection.needs_rollback:
         try:
-            connection.savepoint_commit(mark.savepoint)
+            connection.savepoint_commit(savepoint)
             return True
         except Error:
             pass  # a statement failed, which spoils the whole transaction on PostgreSQL
-    del connection.atomic_blocks[mark.blocks :]
-    del connection.savepoint_ids[mark.savepoints :]
-    del connection.run_on_commit[mark.hooks :]
     if not connection.closed_in_transaction:
-        connection.needs_rollback = False
-        connection.savepoint_rollback(mark.savepoint)
-        connection.savepoint_commit(mark.savepoint)
+        _forget_blocks(connection, blocks=mark.blocks, savepoints=mark.savepoints, hooks=mark.hooks)
+        connection.savepoint_rollback(savepoint)
+        connection.savepoint_commit(savepoint)
     return False
+
+
+def _forget_blocks(connection: Any, *, blocks: int, savepoints: int, hooks: int) -> None:
+    """Let Django forget the atomic blocks that the handler left open, with their commit hooks."""
+    del connection.atomic_blocks[blocks:]
+    del connection.savepoint_ids[savepoints:]
+    del connection.run_on_commit[hooks:]
+    connection.needs_rollback = False
