@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django.db import models
+from django.db.models.expressions import Combinable
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
@@ -31,6 +32,10 @@ class InstantField(models.BigIntegerField):
 
     description = "Point in time (microseconds, UTC)"
 
+    # What the attribute takes and gives, for the type checker's Django plugin.
+    _pyi_private_set_type: datetime | int | Combinable  # type: ignore[assignment]
+    _pyi_private_get_type: datetime  # type: ignore[assignment]
+
     def from_db_value(self, value: int | None, expression: Any, connection: Any) -> datetime | None:
         return None if value is None else from_micros(value)
 
@@ -45,7 +50,7 @@ class InstantField(models.BigIntegerField):
         return super().get_prep_value(value)
 
     def value_to_string(self, obj: models.Model) -> str:
-        value = self.value_from_object(obj)
+        value: Any = self.value_from_object(obj)
         return "" if value is None else str(to_micros(value))
 
 
