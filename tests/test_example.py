@@ -66,7 +66,8 @@ def engine(request, outside):
         return
     engine = RedisEngine(configured.REDIS_URL or pytest.skip("REDIS_URL names no server"))
     yield engine
-    engine.client.delete(*engine.client.keys(f"{engine.stream}*"))
+    engine.forget()
+    assert engine.tasks() == []
     engine.client.close()
 
 
@@ -91,7 +92,7 @@ def queue(request, outside):
         return
     queue = RabbitQueue(configured.RABBITMQ_URL or pytest.skip("RABBITMQ_URL names no server"))
     yield queue
-    queue.delete()
+    queue.forget()
 
 
 def test_a_queue_knows_a_job_once(queue):

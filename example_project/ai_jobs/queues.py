@@ -27,6 +27,9 @@ class JobQueue(Protocol):
     def waiting(self) -> dict[str, str]:
         """The queue of every waiting job, by job id."""
 
+    def forget(self) -> None:
+        """Remove what is left outside the database."""
+
 
 class TableQueue:
     def add(self, job_id: str, queue: str, body: dict[str, Any]) -> None:
@@ -35,6 +38,9 @@ class TableQueue:
 
     def waiting(self) -> dict[str, str]:
         return {str(job_id): queue for job_id, queue in QueueEntry.objects.values_list("job_id", "queue")}
+
+    def forget(self) -> None:
+        pass
 
 
 class RabbitQueue:
@@ -64,8 +70,7 @@ class RabbitQueue:
                     found[got[1].message_id] = queue
         return found
 
-    def delete(self) -> None:
-        """Remove the queues with all that is in them."""
+    def forget(self) -> None:
         with self.channel() as channel:
             for queue in ALLOWED_QUEUES:
                 channel.queue_delete(self.declare(channel, queue))

@@ -11,7 +11,7 @@ from example_project.ai_jobs.models import Job
 from example_project.ai_jobs.queues import job_queue
 from example_project.media import topics
 from example_project.media.models import Item
-from example_project.media.services import key
+from example_project.media.services import key as key_of
 from example_project.tasks.engine import engine
 from example_project.tasks.models import Recording
 from example_project.tasks.routes import ROUTES
@@ -24,23 +24,22 @@ OUTSIDE = {"media": "journal", "tasks": "task engine", "ai_jobs": "job queue"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """One system: which event keys shall have an effect outside, which had one, and which are dead."""
+    """One system: which event keys shall have an effect outside, which had one, and which are dead.
+
+    ``unasked`` ones had an effect, though no committed row asks for it.
+    """
 
     system: str
     committed: set[str]
     arrived: Counter[str]
     dead: set[str]
+    unasked: set[str] = field(default_factory=set)
     without_effect: set[str] = field(default_factory=set)
     unsettled: set[str] = field(default_factory=set)
 
     @property
     def missing(self) -> set[str]:
         return self.committed - self.arrived.keys() - self.dead
-
-    @property
-    def unasked(self) -> set[str]:
-        """Arrived, but no committed row asks for it."""
-        return self.arrived.keys() - self.committed
 
     @property
     def repeated(self) -> int:
@@ -58,17 +57,19 @@ def audit(since: datetime, first_message: int) -> list[Account]:
 
 
 def _account(system: str, since: datetime, states: dict[str, str]) -> Account:
-    asked: dict[str, bool] = {}
-    for row in SYSTEMS[system].objects.filter(created_at__gte=since):
-        asked |= intents_of(row)
-    without_effect = {each for each, has_effect in asked.items() if not has_effect}
+    rows = list(SYSTEMS[system].objects.all())
+    asked = {key: has_effect for row in rows if row.created_at >= since for key, has_effect in intents_of(row).items()}
+    earlier = {key for row in rows if row.created_at < since for key in intents_of(row)}
+    without_effect = {key for key, has_effect in asked.items() if not has_effect}
+    found = arrived(system)
     return Account(
         system=system,
         committed=asked.keys() - without_effect,
-        arrived=arrived(system),
-        dead={each for each in asked if states.get(each) == "dead"},
+        arrived=Counter({key: count for key, count in found.items() if key in asked}),
+        dead={key for key in asked if states.get(key) == "dead"},
+        unasked=found.keys() - asked.keys() - earlier,
         without_effect=without_effect,
-        unsettled={each for each in without_effect if states.get(each) not in ("delivered", "dead")},
+        unsettled={key for key in without_effect if states.get(key) not in ("delivered", "dead")},
     )
 
 
@@ -76,9 +77,11 @@ def intents_of(row: Item | Recording | Job) -> dict[str, bool]:
     """The event keys that a business row stands for in its present state, and whether each has an effect outside."""
     if isinstance(row, Item):
         happened = [topics.REQUESTED]
-        if row.state == Item.State.AVAILABLE:
+        if row.state != Item.State.REQUESTED:
             happened += [topics.DOWNLOAD_FINISHED, *topics.EFFECTS]
-        return {key(topic, row): True for topic in happened}
+        if row.state == Item.State.REMOVED:
+            happened += [topics.REMOVED]
+        return {key_of(topic, row): True for topic in happened}
     if isinstance(row, Recording):
         return _intents_of_recording(row)
     return {f"job:{row.pk}:created": True}

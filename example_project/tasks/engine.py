@@ -28,6 +28,9 @@ class Engine(Protocol):
     def tasks(self) -> list[dict[str, Any]]:
         """All tasks, oldest first: their fields, with ``idempotency_key`` and ``trace_id``."""
 
+    def forget(self) -> None:
+        """Remove what is left outside the database."""
+
 
 class TableEngine:
     def enqueue(self, task: Task, *, idempotency_key: str, trace_id: str) -> None:
@@ -38,6 +41,9 @@ class TableEngine:
     def tasks(self) -> list[dict[str, Any]]:
         fields = ("idempotency_key", "name", "input", "trace_id", "priority")
         return list(EngineTask.objects.order_by("pk").values(*fields))
+
+    def forget(self) -> None:
+        pass
 
 
 class RedisEngine:
@@ -65,6 +71,11 @@ class RedisEngine:
             {**json.loads(entry["task"]), "idempotency_key": entry["key"], "trace_id": entry["trace"]}
             for _, entry in self.client.xrange(self.stream)
         ]
+
+    def forget(self) -> None:
+        keys = list(self.client.scan_iter(f"{self.stream}*"))
+        if keys:
+            self.client.delete(*keys)
 
 
 def engine() -> Engine:

@@ -7,6 +7,7 @@ import os
 import secrets
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from django.db import connection
 from django.db.models import Count, Q
 from django.utils import timezone
 
+from example_project.ai_jobs.queues import job_queue
 from example_project.demo import books, business
 from example_project.demo.dispatchers import dispatchers, kill_one_in_mid_work
 from example_project.demo.screen import Screen
+from example_project.tasks.engine import engine
 from outbox.models import Attempt, Message
 
 ON_STAGE = "OUTBOX_DEMO"  # set in the environment of the demo itself and of its dispatchers
@@ -48,24 +51,31 @@ class Command(BaseCommand):
         self.prepare()
         since = timezone.now()
         self.first = Message.objects.order_by("-pk").values_list("pk", flat=True).first() or 0
+        try:
+            self.perform(size, since, log)
+            if serve:
+                self.serve(serve, log)
+        finally:
+            engine().forget()
+            job_queue().forget()
+
+    def perform(self, size: int, since: datetime, log: Path) -> None:
         tally = self.play(size)
         self.deliver(log)
         self.report()
-        balanced = self.prove(tally, books.audit(since, self.first))
-        if not balanced:
+        if not self.prove(tally, books.audit(since, self.first)):
             raise CommandError("The books do not balance.")
         self.screen.write(self.style.SUCCESS(f"\n  The books balance. {self.screen.seconds:.0f} s in all.\n"))
-        if serve:
-            self.serve(serve, log)
-        else:
-            self.screen.write("  See the dead letter in the admin: python manage.py demo --serve\n")
 
     def prepare(self) -> None:
         call_command("migrate", verbosity=0)
         users = get_user_model().objects
-        if not users.filter(username="admin").exists():
+        if known := users.filter(username="admin").exists():
+            self.login = "admin"
+        else:
             users.create_superuser("admin", "admin@example.com", "admin")
-        self.screen.done("Tables migrated; an admin user: admin, password admin")
+            self.login = "admin, password admin"
+        self.screen.done(f"Tables migrated; the admin user {'was there' if known else 'is'}: {self.login}")
 
     def play(self, size: int) -> business.Tally:
         tally = business.play(size)
@@ -89,7 +99,9 @@ class Command(BaseCommand):
                 if not killed and settled > before + (total - before) // 4:
                     killed = self.kill_one(running)
                 self.screen.progress(settled, total, self.situation())
-                if time.monotonic() > deadline or all(process.poll() is not None for process in running):
+                if all(process.poll() is not None for process in running):
+                    raise CommandError(f"No dispatcher runs any more. Their log is {log}.")
+                if time.monotonic() > deadline:
                     raise CommandError(f"{total - settled} messages are not settled. The dispatchers' log is {log}.")
                 time.sleep(0.1)
             self.screen.done(f"All {total:,} messages settled")
@@ -161,10 +173,11 @@ class Command(BaseCommand):
         )
         for letter in self.messages().dead():
             self.screen.write(f"\n  Dead letter {letter.pk}, {letter.error_code}: {letter.error_text}")
+        self.screen.write("  Look at it in the admin: python manage.py demo --serve")
         return not escaped and all(each.balanced for each in accounts)
 
     def serve(self, port: int, log: Path) -> None:
-        self.screen.write(f"  http://127.0.0.1:{port}/{DEAD_LETTERS}   admin, password admin; Ctrl-C ends it\n")
+        self.screen.write(f"  http://127.0.0.1:{port}/{DEAD_LETTERS}   {self.login}; Ctrl-C ends it\n")
         with dispatchers(1, log):
             call_command("runserver", f"127.0.0.1:{port}", use_reloader=False)
 
