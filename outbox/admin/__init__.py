@@ -1,0 +1,14 @@
+"""The operator's pages inside Django's admin: messages, attempts, dispatchers; read-only but for guarded verbs."""
+
+from django.contrib import admin
+
+from outbox.admin.attempts import AttemptAdmin
+from outbox.admin.dispatchers import DispatcherAdmin
+from outbox.admin.messages import MessageAdmin
+from outbox.models import Attempt, Dispatcher, Message
+
+__all__ = ["AttemptAdmin", "DispatcherAdmin", "MessageAdmin"]
+
+admin.site.register(Message, MessageAdmin)
+admin.site.register(Attempt, AttemptAdmin)
+admin.site.register(Dispatcher, DispatcherAdmin)

@@ -1,0 +1,113 @@
+"""The attempts in the admin: how each claim ended, with its whole traceback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import admin
+from django.db.models import F, QuerySet
+from django.db.models.functions import Left
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext_lazy as _
+from django.utils.translation import pgettext_lazy
+
+from outbox.admin.base import ReadOnlyAdmin, clocked
+from outbox.admin.filters import OutcomeFilter
+from outbox.admin.search import LARGEST
+from outbox.admin.shown import NOTHING, ago, duration, error_line, plain, short, stamp, time_tag
+from outbox.models import Attempt
+
+ERROR_LENGTH = 80
+
+
+class AttemptAdmin(ReadOnlyAdmin):
+    """One row is one claim that did not simply succeed at the first try."""
+
+    list_display = ("title", "of_message", "ended", "took", "worker_name", "error")
+    list_filter = (OutcomeFilter,)
+    ordering = ("-pk",)
+    sortable_by = ()
+    search_fields = ("message_id",)
+    search_help_text = _("The id of a message.")
+    fields = (
+        "of_message",
+        "title",
+        "ended_stamp",
+        "took",
+        "worker_name",
+        "error_name",
+        "whole_error",
+        "whole_traceback",
+    )
+    readonly_fields = fields
+
+    def redact(self, attempt: Attempt, what: str, text: str) -> str:
+        """Override to hide what people must not see; ``what`` is error or traceback."""
+        return text
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        start = Left(F("error_text"), 4 * ERROR_LENGTH)
+        return clocked(super().get_queryset(request).defer("error_text", "traceback"), error_start=start)
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        term = search_term.strip()
+        if not term:
+            return queryset, False
+        known = term.isdecimal() and len(term) < 20 and int(term) <= LARGEST
+        return (queryset.filter(message_id=int(term)) if known else queryset.none()), False
+
+    @admin.display(description=_("attempt"))
+    def title(self, attempt: Attempt) -> str:
+        return f"#{attempt.number} {attempt.get_outcome_display()}"
+
+    @admin.display(description=_("message"))
+    def of_message(self, attempt: Attempt) -> SafeString:
+        route = f"admin:{self.opts.app_label}_message_change"
+        url = reverse(route, args=(attempt.message_id,), current_app=self.admin_site.name)
+        return format_html('<a href="{}">{}</a>', url, attempt.message_id)
+
+    @admin.display(description=_("ended"))
+    def ended(self, attempt: Attempt) -> SafeString:
+        return time_tag(attempt.ended_at, ago(attempt.ended_at, attempt.clock))  # type: ignore[attr-defined]
+
+    @admin.display(description=_("ended"))
+    def ended_stamp(self, attempt: Attempt) -> str:
+        return stamp(attempt.ended_at)
+
+    @admin.display(description=pgettext_lazy("of an attempt", "took"), empty_value=NOTHING)
+    def took(self, attempt: Attempt) -> str | None:
+        if attempt.started_at is None:
+            return None
+        return duration((attempt.ended_at - attempt.started_at).total_seconds())
+
+    @admin.display(description=_("worker"), empty_value=NOTHING)
+    def worker_name(self, attempt: Attempt) -> str | None:
+        return plain(attempt.worker) or None
+
+    @admin.display(description=_("error"), empty_value=NOTHING)
+    def error(self, attempt: Attempt) -> SafeString | None:
+        start = self.redact(attempt, "error", attempt.error_start)  # type: ignore[attr-defined]
+        line = error_line(attempt.error_type, start, ERROR_LENGTH)
+        whole = short(f"{attempt.error_type}: {start}", 300)
+        return format_html('<bdi title="{}">{}</bdi>', whole, line) if line else None
+
+    @admin.display(description=_("error type"), empty_value=NOTHING)
+    def error_name(self, attempt: Attempt) -> str | None:
+        return plain(" · ".join(each for each in (attempt.error_type, attempt.error_code) if each)) or None
+
+    @admin.display(description=_("error"), empty_value=NOTHING)
+    def whole_error(self, attempt: Attempt) -> SafeString | None:
+        return _block(self.redact(attempt, "error", attempt.error_text))
+
+    @admin.display(description=_("traceback"), empty_value=NOTHING)
+    def whole_traceback(self, attempt: Attempt) -> SafeString | None:
+        return _block(self.redact(attempt, "traceback", attempt.traceback))
+
+
+def _block(text: str) -> SafeString | None:
+    return format_html('<pre class="outbox-pre">{}</pre>', plain(text)) if text else None
