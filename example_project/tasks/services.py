@@ -25,7 +25,7 @@ def import_recording(title: str, height: int, *, trace_id: str = "") -> Recordin
 
 
 def finish_probe(recording: Recording) -> None:
-    """Note that a recording was looked at: progress first, then the fact, and both are delivered in this order."""
+    """Note that a recording was looked at. Its four steps of progress have one ordering key: they are told in order."""
     with transaction.atomic():
         recording.state = Recording.State.PROBED
         recording.save(update_fields=["state"])

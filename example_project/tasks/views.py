@@ -32,6 +32,6 @@ def act(request: HttpRequest, action: str | None) -> None:
         messages.success(request, "Committed: the recording and its event.")
     elif action == "finish_probe":
         services.finish_probe(get_object_or_404(Recording, pk=request.POST["recording"]))
-        messages.success(request, "Committed: the new state and five events, delivered in order.")
+        messages.success(request, "Committed: the new state and five events, the progress in order.")
     elif action == "delete":
         services.delete(get_object_or_404(Recording, pk=request.POST["recording"]))
