@@ -6,13 +6,13 @@ for which one portable form would be wrong or slow.
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from django.core.exceptions import EmptyResultSet
 from django.db import (
     DatabaseError,
     Error,
@@ -78,7 +78,7 @@ def short_transaction(using: str) -> Iterator[None]:
     A deferred SQLite transaction that reads before it writes cannot wait for the lock: it fails at once. Inside an open
     transaction (the testing kit) this is a savepoint, and nothing is set.
     """
-    connection = connections[using]
+    connection: Any = connections[using]
     if connection.in_atomic_block:
         with transaction.atomic(using=using):
             yield
@@ -102,8 +102,8 @@ def short_transaction(using: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not atomic.__exit__(type(error), error, error.__traceback__):
-            raise
+        atomic.__exit__(type(error), error, error.__traceback__)
+        raise
     else:
         atomic.__exit__(None, None, None)
 
@@ -112,7 +112,7 @@ def short_transaction(using: str) -> Iterator[None]:
 def impatient_transaction(using: str, *, seconds: int = 1) -> Iterator[None]:
     """A short transaction that waits at most so long for each lock; then it fails, and `is_race` says why.
 
-    On SQLite the wait is for the whole database, before the transaction begins, and the project's own ``timeout`` rules.
+    On SQLite the wait is for the whole database, before the transaction begins, and the project's ``timeout`` rules.
     """
     connection = connections[using]
     usual = 0
@@ -166,8 +166,8 @@ def _reads_committed(connection: Any) -> bool:
                 name = "tx_isolation" if connection.mysql_is_mariadb else "transaction_isolation"
                 cursor.execute(f"SELECT @@{name}")
             level = str(cursor.fetchone()[0]).replace("-", " ").lower()
-        if connection.vendor == "postgresql" and getattr(connection.connection, "isolation_level", None):
-            level = connection.connection.isolation_level.name.replace("_", " ").lower()
+        if connection.vendor == "postgresql" and "isolation_level" in connection.settings_dict["OPTIONS"]:
+            level = connection.isolation_level.name.replace("_", " ").lower()
         known = connection._outbox_isolation = (connection.connection, level == "read committed")
     return bool(known[1])
 
@@ -223,7 +223,7 @@ RACES: dict[str, set[int | str]] = {
     "sqlite": {5, 6, 19},  # busy, locked, constraint (holder)
 }
 LOSSES: dict[str, set[int | str]] = {
-    "postgresql": {"57P01", "57P02", "57P03", "57P05", "25P03", "25006", "53300"},  # shutdown, idle kill, read-only, full
+    "postgresql": {"57P01", "57P02", "57P03", "57P05", "25P03", "25006", "53300"},  # stop, idle, read-only, full
     "mysql": {1040, 1053, 1152, 1153, 1158, 1159, 1160, 1161, 1290, 1836, 1927, 2002, 2003, 2006, 2013, 2055},
     "sqlite": set(),
 }
@@ -250,7 +250,7 @@ def is_loss(connection: Any, error: BaseException) -> bool:
     if code in LOSSES.get(connection.vendor, set()) or (isinstance(code, str) and code.startswith("08")):
         return True
     if isinstance(error, (OperationalError, InternalError)):
-        return code is None or not connection.is_usable()
+        return code is None or connection.connection is None or not connection.is_usable()
     return isinstance(error, Error) and getattr(connection.connection, "closed", False) is True
 
 
@@ -279,38 +279,58 @@ def locked(rows: QS, *, skip: bool = True) -> QS:
     return rows.select_for_update(skip_locked=skip and features.has_select_for_update_skip_locked)
 
 
+def with_clock(rows: QS) -> QS:
+    """Read each row together with ``clock``: the server's time, of the statement that read it."""
+    return rows.annotate(clock=ServerNow())
+
+
 # --- the look at the due index ----------------------------------------------------------------------------------------
 
 
-def due_candidates(
-    using: str, table: str, wanted: Sequence[tuple[str, int]]
-) -> list[tuple[str, int, int | None, int, int]]:
-    """(route, id, lane, lapses, due_at) of the first due rows of each route, without locks.
+def due_routes(using: str, table: str, routes: Sequence[str]) -> set[str]:
+    """Which of these routes, however many, have a due row: one statement, one probe of the index for each."""
+    connection = connections[using]
+    now, params = now_sql(connection)
+    probe = f"EXISTS (SELECT 1 FROM {connection.ops.quote_name(table)} m WHERE m.route = w.route AND m.due_at <= {now})"
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute(f"SELECT w.route FROM unnest(%s::text[]) AS w(route) WHERE {probe}", [list(routes)])
+        elif connection.vendor == "sqlite":
+            listed = "(SELECT value AS route FROM json_each(%s)) AS w"
+            cursor.execute(f"SELECT w.route FROM {listed} WHERE {probe}", [json.dumps(routes), *params])
+        else:
+            column = "route VARCHAR(120) CHARACTER SET utf8mb4 PATH '$'"  # compared in the collation of m.route
+            listed = f"JSON_TABLE(%s, '$[*]' COLUMNS ({column})) AS w"
+            cursor.execute(f"SELECT w.route FROM {listed} WHERE {probe}", [json.dumps(routes), *params])
+        return {route for (route,) in cursor.fetchall()}
 
-    ``wanted`` is (route, how many). One statement; each route costs one range of the index (route, due_at, id), so other
-    routes, finished and future rows cost nothing.
+
+def due_candidates(
+    using: str, table: str, routes: Sequence[str], count: int
+) -> list[tuple[str, int, int | None, int, int]]:
+    """(route, id, lane, lapses, due_at) of the first ``count`` due rows of each route, without locks.
+
+    One statement for at most `ROUTES_PER_STATEMENT` routes; each costs one range of the index (route, due_at, id), so
+    other routes, finished and future rows cost nothing.
     """
-    if not wanted:
-        raise EmptyResultSet
+    if not routes:
+        return []
     connection = connections[using]
     now, now_params = now_sql(connection)
     name = connection.ops.quote_name(table)
     columns = "m.route, m.id, m.lane, m.lapses, m.due_at"
+    first = f"m.due_at <= {now} ORDER BY m.due_at, m.id LIMIT {int(count)}"  # a literal, for the planner to count on
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
             cursor.execute(
-                f"SELECT c.* FROM unnest(%s::text[], %s::int[]) AS w(route, n) CROSS JOIN LATERAL ("
-                f"SELECT {columns} FROM {name} m WHERE m.route = w.route AND m.due_at <= {now} "
-                f"ORDER BY m.due_at, m.id LIMIT w.n) AS c",
-                [[route for route, _ in wanted], [n for _, n in wanted]],
+                f"SELECT c.* FROM unnest(%s::text[]) AS w(route) CROSS JOIN LATERAL "
+                f"(SELECT {columns} FROM {name} m WHERE m.route = w.route AND {first}) AS c",
+                [list(routes)],
             )
         else:
-            part = (
-                f"SELECT * FROM (SELECT {columns} FROM {name} m WHERE m.route = %s AND m.due_at <= {now} "
-                f"ORDER BY m.due_at, m.id LIMIT %s) AS c"
-            )
-            params = [value for route, n in wanted for value in (route, *now_params, n)]
-            cursor.execute(" UNION ALL ".join([part] * len(wanted)), params)
+            part = f"SELECT * FROM (SELECT {columns} FROM {name} m WHERE m.route = %s AND {first}) AS c"
+            params = [value for route in routes for value in (route, *now_params)]
+            cursor.execute(" UNION ALL ".join([part] * len(routes)), params)
         return [tuple(row) for row in cursor.fetchall()]
 
 
@@ -357,7 +377,7 @@ def tables_without_transactions(connection: Any, tables: Sequence[str]) -> list[
     marks = ", ".join(["%s"] * len(tables))
     with connection.cursor() as cursor:
         cursor.execute(
-            "SELECT t.table_name FROM information_schema.tables t JOIN information_schema.engines e "  # noqa: S608
+            "SELECT t.table_name FROM information_schema.tables t JOIN information_schema.engines e "
             f"ON e.engine = t.engine WHERE t.table_schema = DATABASE() AND t.table_name IN ({marks}) "
             "AND (e.transactions IS NULL OR e.transactions <> 'YES')",
             list(tables),

@@ -2,8 +2,8 @@
 
 A row of a lane is *due* (a knock: somebody must look at the lane), *waiting* (due later), *leased* (it carries
 ``holder``), *parked* (due_at NULL, asleep behind another row) or *blocking* (dead under ``dead_head="block"``); once it
-blocks nobody its ``lane`` is NULL. Invariants, after every commit: at most one row of a lane is leased, and a parked row
-is never alone: some row of its lane is due, leased, waiting or blocking.
+blocks nobody its ``lane`` is NULL. Invariants, after every commit: at most one row of a lane is leased, and a parked
+row is never alone: some row of its lane is due, leased, waiting or blocking.
 
 Rows are parked only under the lock of the row they sleep behind, which the settlement of that row needs, too; so the
 wake-up cannot be lost. Lock order: own row, then the head of the same lane.
@@ -11,32 +11,46 @@ wake-up cannot be lost. Lock order: own row, then the head of the same lane.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from django.db import connections
 from django.db.models import F
 
-from outbox.database import ServerNow, Stale, locked
+from outbox.database import ServerNow, Stale, due_candidates, locked, with_clock
 from outbox.models import Message, State
 
 LOOKS = 3  # at a lane that changes under our eyes, before the transaction is done again
-PARKING_WINDOW = 500  # rows of a crowded lane that one claim parks at most
+WINDOW = 500  # due rows, at most, that are looked through at once for those of a crowded lane
 CROWDED = 4  # followers in one pick that make a lane crowded
 _TABLE = Message._meta.db_table
+_COLUMNS = ("state", "due_at", "lane", "lease_token")
+
+Successors = dict[int, Message | None]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
+class Followers:
+    """Due rows of a lane that shall sleep behind its target. ``floor``: no row with an id up to this one may."""
+
+    rows: list[Message]
+    floor: int
+
+
+@dataclass(slots=True, kw_only=True)
 class Targets:
     """What a claim found in the lanes of its picked rows.
 
-    ``ready``: rows that may be leased; ``asleep``: parked rows that must be woken, since nobody will lease them now;
-    ``behind``: for each lane the picked rows that sleep behind its target; ``stuck``: lanes whose target is locked.
+    ``lanes``: those of the picked rows; ``ready``: rows that may be leased; ``asleep``: parked rows that must be woken,
+    since nobody will lease them now; ``behind``: by lane the picked rows that sleep behind its target; ``stuck``: lanes
+    whose target somebody has locked.
     """
 
+    lanes: Collection[int] = ()
     ready: list[Message] = field(default_factory=list)
     asleep: list[Message] = field(default_factory=list)
-    behind: dict[int, list[Message]] = field(default_factory=dict)
+    behind: dict[int, Followers] = field(default_factory=dict)
     stuck: set[int] = field(default_factory=set)
 
 
@@ -51,13 +65,16 @@ def heads(using: str, rows: Collection[int], *, without_self: bool = False) -> d
     other = "AND h.id <> p.id" if without_self else ""
     with connection.cursor() as cursor:
         cursor.execute(
-            f"SELECT p.lane, (SELECT CASE WHEN h.lane = p.lane THEN h.id END FROM {name} h "  # noqa: S608
+            f"SELECT p.lane, (SELECT CASE WHEN h.lane = p.lane THEN h.id END FROM {name} h "
             f"WHERE h.lane >= p.lane {other} ORDER BY h.lane, h.id LIMIT 1), "
             f"(SELECT k.id FROM {name} k WHERE k.holder = p.lane) "
             f"FROM {name} p WHERE p.id IN ({marks}) AND p.lane IS NOT NULL",
             list(rows),
         )
         return {lane: (head, holder) for lane, head, holder in cursor.fetchall()}
+
+
+# --- the claim --------------------------------------------------------------------------------------------------------
 
 
 def targets(using: str, picked: Iterable[Message], routes: Collection[str]) -> Targets:
@@ -70,19 +87,20 @@ def targets(using: str, picked: Iterable[Message], routes: Collection[str]) -> T
     for row in picked:
         assert row.lane is not None
         by_lane.setdefault(row.lane, []).append(row)
+    result = Targets(lanes=by_lane.keys())
+    if not by_lane:
+        return result
     found = heads(using, [rows[0].pk for rows in by_lane.values()])
     obtained = {row.pk: row for rows in by_lane.values() for row in rows}
-    wanted = {lane: holder or head for lane, (head, holder) in found.items() if holder or head}
+    wanted = {lane: one for lane, (head, holder) in found.items() if (one := holder or head) is not None}
     missing = [pk for pk in wanted.values() if pk not in obtained]
     if missing:
-        look = Message.objects.using(using).filter(pk__in=missing).annotate(clock=ServerNow()).order_by("pk")
+        look = with_clock(Message.objects.using(using).filter(pk__in=missing).order_by("pk"))
         obtained.update({row.pk: row for row in locked(look)})
-    result = Targets()
     for lane, rows in by_lane.items():
-        target = obtained.get(wanted.get(lane, 0))
+        target = obtained.get(wanted[lane])
         if target is None:
-            if lane in wanted:
-                result.stuck.add(lane)
+            result.stuck.add(lane)
         elif target.lane == lane:  # else it was settled meanwhile; its knocks stay
             _judge(target, rows, routes, result)
     return result
@@ -90,37 +108,89 @@ def targets(using: str, picked: Iterable[Message], routes: Collection[str]) -> T
 
 def _judge(target: Message, rows: list[Message], routes: Collection[str], result: Targets) -> None:
     assert target.lane is not None
-    clock = target.clock
-    due = target.due_at is None or target.due_at <= clock
+    due = target.due_at is None or target.due_at <= target.clock
     leased = target.lease_token is not None and not due
-    behind = [row for row in rows if row is not target and (leased or row.pk > target.pk)]
+    floor = 0 if leased else target.pk
+    behind = [row for row in rows if row is not target and row.pk > floor]
     if target.state == State.PENDING and due:
         if target.route in routes:
             result.ready.append(target)
         elif target.due_at is None:
             result.asleep.append(target)  # not ours to run, so it must itself be seen by those who can
     if behind:
-        result.behind[target.lane] = behind
+        result.behind[target.lane] = Followers(rows=behind, floor=floor)
 
 
-def park(using: str, behind: dict[int, list[Message]]) -> None:
+def park(using: str, behind: dict[int, Followers]) -> None:
     """Put rows to sleep behind the locked targets of their lanes, and more of a lane that is crowded with due rows."""
-    ids = [row.pk for rows in behind.values() for row in rows]
-    for lane, rows in behind.items():
-        if len(rows) >= CROWDED:
-            ids += _crowd(using, lane, rows[-1].pk)
+    rows = [row for each in behind.values() for row in each.rows]
+    crowded = {lane: each.rows for lane, each in behind.items() if len(each.rows) >= CROWDED}
+    ids = [row.pk for row in rows]
+    ids += [pk for pk, lane in _more(using, crowded).items() if pk > behind[lane].floor]
     if ids:
         due = Message.objects.using(using).filter(pk__in=ids, state=State.PENDING, due_at__lte=ServerNow(), holder=None)
         due.update(due_at=None, lease_token=None)
 
 
-def _crowd(using: str, lane: int, after: int) -> list[int]:
-    rows = Message.objects.using(using).filter(lane=lane, pk__gt=after).order_by("pk")
-    window = list(rows.values_list("pk", flat=True)[:PARKING_WINDOW])
-    if not window:
-        return []
-    due = Message.objects.using(using).filter(pk__in=window, lane=lane, due_at__lte=ServerNow(), holder=None)
-    return list(locked(due.order_by("pk")).values_list("pk", flat=True))
+def snooze(using: str, rows: dict[int, list[Message]], micros: int) -> None:
+    """Look at these lanes later: one row that stays locked must not fill every claim with its followers' knocks."""
+    ids = [row.pk for each in rows.values() for row in each] + list(_more(using, rows))
+    if ids:
+        due = Message.objects.using(using).filter(pk__in=ids, state=State.PENDING, due_at__lte=ServerNow())
+        due.filter(lease_token=None).update(due_at=ServerNow() + micros)
+
+
+def _more(using: str, crowded: dict[int, list[Message]]) -> dict[int, int]:
+    """id -> lane of further due rows of these lanes, out of a bounded window, as far as we can lock them."""
+    if not crowded:
+        return {}
+    known = {row.pk for rows in crowded.values() for row in rows}
+    window = due_candidates(using, _TABLE, sorted({row.route for rows in crowded.values() for row in rows}), WINDOW)
+    ids = [pk for _, pk, lane, _, _ in window if lane in crowded and pk not in known]
+    due = Message.objects.using(using).filter(pk__in=ids, state=State.PENDING, due_at__lte=ServerNow())
+    return {row.pk: row.lane for row in locked(due.order_by("pk").only("lane")) if row.lane is not None} if ids else {}
+
+
+# --- the settlement ---------------------------------------------------------------------------------------------------
+
+
+def successors(using: str, rows: Sequence[Message], *, wait: bool, whole: bool = False) -> Successors:
+    """The oldest other row of the lane of each of these locked rows, locked as well; None where there is no other.
+
+    Without ``wait`` a lane is left out when its next row is locked by somebody: it must be tried again, for whoever
+    goes on without that lock may rely on a row that is being settled. ``whole``: load all columns.
+    """
+    found: Successors = {}
+    left = {row.lane: row.pk for row in rows if row.lane is not None}
+    for _ in range(LOOKS):
+        if not left:
+            return found
+        next_of = {lane: head for lane, (head, _) in heads(using, left.values(), without_self=True).items()}
+        ids = [head for head in next_of.values() if head is not None]
+        look = with_clock(Message.objects.using(using).filter(pk__in=ids).order_by("pk"))
+        rows_of = locked(look if whole else look.only(*_COLUMNS), skip=not wait)
+        obtained = {row.pk: row for row in rows_of} if ids else {}
+        changed = {}
+        for lane, head in next_of.items():
+            row = None if head is None else obtained.get(head)
+            if head is None or (row is not None and row.lane == lane):
+                found[lane] = row
+            elif row is not None or wait:
+                changed[lane] = left[lane]
+        left = changed
+    if left and wait:
+        raise Stale(f"lanes kept changing: {sorted(left)}")
+    return found
+
+
+def has_its_turn(head: Message, *, after: Message, stays: bool) -> bool:
+    """Whether a locked successor may start now that another row of its lane was settled.
+
+    Not while it waits or blocks; and not while the settled row ``stays`` in the lane, and comes first.
+    """
+    if head.state != State.PENDING or (stays and after.pk < head.pk):
+        return False
+    return head.due_at is None or head.due_at <= head.clock
 
 
 def wake(using: str, ids: Collection[int]) -> None:
@@ -130,25 +200,18 @@ def wake(using: str, ids: Collection[int]) -> None:
         parked.update(due_at=ServerNow())
 
 
-def snooze(using: str, ids: Collection[int], micros: int) -> None:
-    """Look at these lanes later: one row that stays locked must not fill every claim with its followers' knocks."""
-    if not ids:
-        return
-    due = Message.objects.using(using).filter(pk__in=ids, state=State.PENDING, lease_token=None, due_at__lte=ServerNow())
-    due.update(due_at=ServerNow() + micros)
-
-
 def advance(using: str, lane: int) -> None:
     """Wake the oldest row of a lane, after the caller changed a row of it in the same transaction.
 
-    Waits for the lock of that row, for the settlement relies on what it finds. Raises Stale when the lane keeps changing.
+    Waits for the lock of that row, for the caller relies on what it finds. Raises Stale when the lane keeps changing.
     """
+    messages: Any = Message.objects.using(using)
     for _ in range(LOOKS):
-        first = Message.objects.using(using).filter(lane__gte=lane).order_by("lane", "pk").annotate(clock=ServerNow())
-        head = first.only("lane", "state", "due_at", "lease_token", "attempt").first()
+        first = with_clock(messages.filter(lane__gte=lane).order_by("lane", "pk"))
+        head = first.only(*_COLUMNS, "attempt").first()
         if head is None or head.lane != lane or head.lease_token is not None:
             return
-        same = Message.objects.using(using).filter(
+        same = messages.filter(
             pk=head.pk, lane=lane, state=head.state, due_at=head.due_at, lease_token=None, attempt=head.attempt
         )
         if head.state == State.PENDING and (head.due_at is None or head.due_at <= head.clock):

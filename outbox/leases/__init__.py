@@ -17,11 +17,15 @@ settle                 the outcome, and the next row of the lane leased (as afte
 =====================  ==========================================================================================
 """
 
+from outbox.leases.announcing import announce
 from outbox.leases.claiming import Claim, Claimer, claim
-from outbox.leases.lease import Lease, Renewal, charge, draw_token, renew
-from outbox.leases.settling import Settled, Settlement, announce, settle
+from outbox.leases.holding import Renewal, charge, renew
+from outbox.leases.lease import ALONE_FROM, Lease, draw_token
+from outbox.leases.outcomes import Settled, Settlement
+from outbox.leases.settling import settle
 
 __all__ = [
+    "ALONE_FROM",
     "Claim",
     "Claimer",
     "Lease",

@@ -1,10 +1,10 @@
-"""What a process holds: a lease, how it is granted, charged and renewed."""
+"""What a process holds: a lease, and how it is granted."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -12,10 +12,11 @@ from typing import Any
 
 from django.db.models import Case, F, Q, When
 
-from outbox.database import ServerNow, Stale, again, locked
+from outbox.database import ServerNow, Stale
 from outbox.handlers import Envelope, Handler, LeaseView
 from outbox.models import Message, State
 
+ALONE_FROM = 2  # lapses in a row after which a message runs alone
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Lease:
@@ -50,6 +51,7 @@ class Lease:
 
 def envelope(message: Message, view: LeaseView) -> Envelope:
     """The frozen value that handlers and signal receivers get."""
+    headers: Any = message.headers
     return Envelope(
         id=message.pk,
         event_key=message.event_key,
@@ -57,7 +59,7 @@ def envelope(message: Message, view: LeaseView) -> Envelope:
         payload=message.payload,
         payload_version=message.payload_version,
         attempt=message.attempt,
-        headers=message.headers or {},
+        headers=headers or {},
         ordering_key=message.ordering_key,
         staged_at=message.staged_at,
         lease=view,
@@ -69,12 +71,16 @@ def draw_token() -> int:
     return secrets.randbits(63) or 1
 
 
-def guard(leases: Iterable[Lease]) -> Q:
-    """Each id with its own token: the same process may have claimed one of them again meanwhile."""
-    by_token: dict[int, list[int]] = {}
-    for lease in leases:
-        by_token.setdefault(lease.token, []).append(lease.id)
-    return reduce(or_, (Q(pk__in=ids, lease_token=token) for token, ids in by_token.items()))
+def fence(pairs: Iterable[tuple[int, int | None]]) -> Q:
+    """Rows that still carry their token: each id is paired with its own (None: none).
+
+    Two independent lists would let a result through after the same process has claimed one of the rows again.
+    """
+    by_token: dict[int | None, list[int]] = {}
+    for pk, token in pairs:
+        by_token.setdefault(token, []).append(pk)
+    parts = (Q(pk__in=ids, lease_token=token) for token, ids in by_token.items())
+    return Q(state=State.PENDING) & reduce(or_, parts)
 
 
 def grant(
@@ -129,66 +135,4 @@ def hold(using: str, row: Message, handler: Handler, *, deadline: float, charged
         charged=charged,
         view=LeaseView(row.attempt),
         run_since=time.monotonic(),
-    )
-
-
-def charge(using: str, leases: Sequence[Lease]) -> list[Lease]:
-    """Take one attempt from the budget of claimed messages that are about to start; returns those still held."""
-    ids = {lease.id for lease in leases}
-
-    def work() -> set[int]:
-        held = _held(using, leases)
-        _mine(using, [lease for lease in leases if lease.id in held]).update(spent=F("spent") + 1)
-        return held
-
-    held = again(using, work) if ids else set()
-    for lease in leases:
-        if lease.id in held:
-            lease.charged = True
-            lease.message.spent += 1
-    return [lease for lease in leases if lease.id in held]
-
-
-def _held(using: str, leases: Sequence[Lease]) -> set[int]:
-    """Ids of the rows that are still ours and that we could lock; never waits for anybody's lock."""
-    tokens = {lease.id: lease.token for lease in leases}
-    rows = Message.objects.using(using).filter(pk__in=tokens, state=State.PENDING).order_by("pk")
-    return {pk for pk, token in locked(rows).values_list("pk", "lease_token") if token == tokens[pk]}
-
-
-def _mine(using: str, leases: Collection[Lease]) -> Any:
-    if not leases:
-        return Message.objects.none()
-    return Message.objects.using(using).filter(guard(leases), state=State.PENDING)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Renewal:
-    """Ids by what became of their leases; ``busy`` rows were locked by somebody: try again soon."""
-
-    renewed: frozenset[int]
-    lost: frozenset[int]
-    busy: frozenset[int]
-
-
-def renew(using: str, leases: Sequence[Lease], seconds: float) -> Renewal:
-    """Prolong leases to ``seconds`` from now, in two statements for all of them, never waiting for a locked row."""
-    started = time.monotonic()
-    micros = int(seconds * 1_000_000)
-
-    def work() -> set[int]:
-        held = _held(using, leases)
-        _mine(using, [lease for lease in leases if lease.id in held]).update(due_at=ServerNow() + micros)
-        return held
-
-    held = again(using, work) if leases else set()
-    for lease in leases:
-        if lease.id in held:
-            lease.deadline = started + seconds
-    rest = [lease for lease in leases if lease.id not in held]
-    busy = set(_mine(using, rest).values_list("pk", flat=True)) if rest else set()
-    return Renewal(
-        renewed=frozenset(held),
-        busy=frozenset(busy),
-        lost=frozenset(lease.id for lease in rest if lease.id not in busy),
     )
