@@ -62,11 +62,11 @@ def _as_before(connection: Any, mark: Bookmark | None) -> bool:
     except Error:
         pass  # it cannot even be asked
     _forget_blocks(connection, blocks=0, savepoints=0, hooks=0)
-    connection.in_atomic_block = False
-    with suppress(Error):  # closing rolls back, and a connection that cannot be closed is gone already
-        connection.rollback()  # but a database in memory is never closed
+    connection.in_atomic_block = connection.closed_in_transaction = False
+    with suppress(Error):  # closing would roll back, too, but a database in memory is never closed
+        connection.rollback()
         connection.set_autocommit(True)
-    with suppress(Error):
+    with suppress(Error):  # a connection that cannot be closed is gone already
         connection.close()
     return False
 

@@ -1,0 +1,160 @@
+"""Whatever a handler does to its thread's connections is undone, and the next statement works."""
+
+import pytest
+from django.db import IntegrityError, connection, connections, transaction
+from django.db.transaction import TransactionManagementError
+
+from outbox.isolation import bookmark, restore
+from tests.testapp.models import Order
+
+in_autocommit = pytest.mark.django_db(transaction=True)
+in_test_case = pytest.mark.django_db
+
+
+def leave_a_block_open():
+    transaction.atomic().__enter__()
+
+
+def leave_nested_blocks_open():
+    transaction.atomic().__enter__()
+    transaction.atomic().__enter__()
+
+
+def leave_autocommit_off():
+    transaction.set_autocommit(False)
+
+
+def begin_by_hand():
+    with connection.cursor() as cursor:
+        cursor.execute("BEGIN")
+
+
+def break_a_block():
+    transaction.atomic().__enter__()
+    taken = Order.objects.create(reference="taken")
+    with pytest.raises(IntegrityError):
+        Order(pk=taken.pk).save(force_insert=True)
+
+
+def close_inside_a_block():
+    transaction.atomic().__enter__()
+    connection.close()
+
+
+LEAKS = [leave_a_block_open, leave_nested_blocks_open, leave_autocommit_off, begin_by_hand, break_a_block]
+
+
+def insert():
+    Order.objects.create(reference="written by the handler")
+
+
+def check_usable():
+    with transaction.atomic(durable=not connection.in_atomic_block):
+        Order.objects.create(reference="written afterwards")
+    assert list(Order.objects.values_list("reference", flat=True)) == ["written afterwards"]
+
+
+@in_autocommit
+@pytest.mark.parametrize("leak", LEAKS)
+def test_an_open_transaction_is_rolled_back(leak):
+    hooks = []
+    marks = bookmark()
+    assert marks == {}
+    leak()
+    if not connection.needs_rollback:
+        insert()
+    if connection.in_atomic_block:
+        transaction.on_commit(lambda: hooks.append("of a transaction that was rolled back"))
+    assert restore(marks) == {"default"}
+    assert not connection.in_atomic_block
+    assert connection.get_autocommit()
+    check_usable()
+    assert hooks == []
+
+
+@in_autocommit
+def test_a_connection_closed_inside_a_block_is_opened_anew():
+    marks = bookmark()
+    close_inside_a_block()
+    assert restore(marks) == {"default"}
+    check_usable()
+
+
+@in_autocommit
+def test_committed_writes_stay_and_nothing_is_reported():
+    marks = bookmark()
+    insert()
+    assert restore(marks) == set()
+    assert Order.objects.count() == 1
+
+
+@in_autocommit
+def test_the_connection_object_is_the_same_afterwards():
+    """The test runner, among others, holds on to it."""
+    before = connections["default"]
+    marks = bookmark()
+    leave_a_block_open()
+    restore(marks)
+    assert connections["default"] is before
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
+def test_every_database_is_looked_after():
+    marks = bookmark()
+    transaction.atomic(using="other").__enter__()
+    Order.objects.using("other").create(reference="leaked")
+    assert restore(marks) == {"other"}
+    assert not Order.objects.using("other").exists()
+
+
+@in_autocommit
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="Django pools connections of PostgreSQL only")
+def test_a_pool_gets_its_connection_back(monkeypatch):
+    pytest.importorskip("psycopg_pool")
+    pooled = connections["default"].copy("pooled")
+    pooled.settings_dict["CONN_MAX_AGE"] = 0
+    pooled.settings_dict["OPTIONS"]["pool"] = {"min_size": 1, "max_size": 1, "timeout": 1}
+    connections["pooled"] = pooled
+    monkeypatch.setattr(connections, "all", lambda initialized_only: [pooled])
+    try:
+        marks = bookmark()
+        transaction.atomic(using="pooled").__enter__()
+        Order.objects.using("pooled").create(reference="leaked")
+        assert restore(marks) == {"pooled"}
+        assert not Order.objects.using("pooled").exists()
+    finally:
+        pooled.close()
+        pooled.close_pool()
+        del connections["pooled"]
+
+
+@in_test_case
+@pytest.mark.parametrize("leak", [leave_a_block_open, leave_nested_blocks_open, break_a_block])
+def test_the_transaction_of_a_test_case_stays_usable(leak):
+    depth = len(connection.atomic_blocks), len(connection.savepoint_ids), len(connection.run_on_commit)
+    marks = bookmark()
+    insert()
+    leak()
+    assert restore(marks) == {"default"}
+    assert depth == (len(connection.atomic_blocks), len(connection.savepoint_ids), len(connection.run_on_commit))
+    check_usable()
+
+
+@in_test_case
+def test_a_statement_that_fails_in_a_test_case_is_rolled_back_alone():
+    Order.objects.create(reference="before")
+    marks = bookmark()
+    with pytest.raises(IntegrityError):
+        Order(pk=Order.objects.get().pk).save(force_insert=True)
+    with pytest.raises(TransactionManagementError):
+        Order.objects.count()
+    assert restore(marks) == {"default"}
+    assert Order.objects.get().reference == "before"
+
+
+@in_test_case
+def test_writes_in_a_test_case_stay():
+    marks = bookmark()
+    insert()
+    assert restore(marks) == set()
+    assert Order.objects.count() == 1
