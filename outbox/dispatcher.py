@@ -22,8 +22,7 @@ from outbox.database import close_quietly, is_loss
 from outbox.handlers import Handler
 from outbox.heartbeat import Heartbeat
 from outbox.housekeeping import Housekeeping
-from outbox.leases import Claim, Claimer, Lease, Settled, Settlement, charge
-from outbox.leases.claiming import ALONE_FROM
+from outbox.leases import ALONE_FROM, Claim, Claimer, Lease, Settled, Settlement, charge
 from outbox.models import Outcome
 from outbox.registration import REPORT_EVERY, Registration, worker_name
 from outbox.settler import Settler
