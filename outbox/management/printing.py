@@ -59,14 +59,14 @@ def table(
 
 def facts(pairs: Iterable[tuple[str, object]]) -> list[str]:
     """Lines of names and values; a value of several lines hangs below its name's column."""
-    known = [(name, printable(value)) for name, value in pairs if value not in (None, "")]
+    known = [(name, printable(value).rstrip()) for name, value in pairs if value not in (None, "")]
     width = max((len(name) for name, _ in known), default=0)
     hanging = "\n" + " " * (width + len(GAP))
     return [f"{name.ljust(width)}{GAP}{value}".replace("\n", hanging) for name, value in known]
 
 
 class Progress:
-    """A bar with rate and time left, redrawn in its line by ``write`` (None: nobody watches); ``total`` 0 is unknown."""
+    """A bar with rate and time left, redrawn by ``write`` (None: nobody watches); ``total`` 0 is unknown."""
 
     def __init__(self, write: Callable[[str], object] | None, label: str, total: int = 0) -> None:
         self._write = write
