@@ -66,12 +66,11 @@ def _confirmation(
     affected = chosen.at(deed.places)
     context: dict[str, Any] = {
         **modeladmin.admin_site.each_context(request),
-        "title": str(deed.question) % {"rows": len(affected), "count": number(len(affected))},
+        "title": deed.question % {"rows": len(affected), "count": number(len(affected))},
         "opts": modeladmin.opts,
         "media": modeladmin.media,
         "deed": deed,
         "affected": number(len(affected)) if affected else "",
-        "confirm_label": str(deed.label),
         "samples": [_sample(modeladmin, row) for row in affected[:SAMPLES]],
         "more": number(len(affected) - SAMPLES) if len(affected) > SAMPLES else "",
         "left_alone": _left_alone(chosen.elsewhere(deed.places), len(chosen.missing)),
@@ -133,7 +132,7 @@ def do(deed: Deed, modeladmin: MessageAdmin, request: HttpRequest, chosen: Selec
     _log(deed, request, rows, note)
     count = len(done.done)
     if count:
-        text = str(deed.did) % {"rows": count, "count": number(count)}
+        text = deed.did % {"rows": count, "count": number(count)}
         if deed.verb == Verb.REQUEUE and count == 1 and leaves_its_order(rows[0]):
             text = f"{text} {ORDER_IS_GIVEN_UP}"
         modeladmin.message_user(request, text, messages.SUCCESS)

@@ -14,7 +14,8 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 from django.utils.translation import pgettext_lazy
 
-from outbox.admin.base import ReadOnlyAdmin, clocked
+from outbox.admin.base import ReadOnlyAdmin
+from outbox.admin.counting import clocked
 from outbox.admin.filters import OutcomeFilter
 from outbox.admin.search import LARGEST
 from outbox.admin.shown import NOTHING, ago, duration, error_line, plain, short, stamp, time_tag

@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 from django.contrib import admin
-from django.core.paginator import Paginator
 from django.db import models, router
 from django.db.models import QuerySet
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
+from django.utils.text import capfirst
 
-from outbox.database import ServerNow
-
-CAP = 10_000  # rows that are listed, and counted one by one, at most
-
-
-def capped_count(rows: QuerySet[Any]) -> int:
-    """How many rows there are, or ``CAP + 1``, at the cost of no more than that many."""
-    return rows.order_by().values("pk")[: CAP + 1].count()
-
-
-def clocked(rows: QuerySet[Any], **more: Any) -> QuerySet[Any]:
-    """The rows with ``clock``, the database's time, by which alone they are due, late or lost."""
-    found: QuerySet[Any] = rows.annotate(clock=ServerNow(), **more)
-    return found
-
-
-class CappedPaginator(Paginator):
-    """Pages of the first ``CAP`` rows: a list never counts a whole table."""
-
-    @cached_property
-    def count(self) -> int:
-        return min(capped_count(self.object_list), CAP)  # type: ignore[arg-type]
+from outbox.admin.lists import CappedChangeList
 
 
 class ReadOnlyAdmin(admin.ModelAdmin):
@@ -42,8 +20,8 @@ class ReadOnlyAdmin(admin.ModelAdmin):
     list_max_show_all = 0
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER
-    paginator = CappedPaginator
     view_on_site = False
+    change_list_template = "admin/outbox/change_list.html"
 
     class Media:
         css = {"all": ["outbox/admin.css"]}
@@ -55,6 +33,13 @@ class ReadOnlyAdmin(admin.ModelAdmin):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).using(self.alias)
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[CappedChangeList]:
+        return CappedChangeList
+
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        title = capfirst(str(self.opts.verbose_name_plural))
+        return super().changelist_view(request, {"title": title, **(extra_context or {})})
 
     def has_add_permission(self, request: HttpRequest, *args: Any) -> bool:
         return False

@@ -12,7 +12,8 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 from django.utils.translation import pgettext_lazy
 
-from outbox.admin.base import ReadOnlyAdmin, clocked
+from outbox.admin.base import ReadOnlyAdmin
+from outbox.admin.counting import clocked
 from outbox.admin.shown import NOTHING, ago, number, plain, short, time_tag
 from outbox.models import Dispatcher
 

@@ -8,8 +8,8 @@ from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
 from outbox import lanes
-from outbox.admin.base import CAP, capped_count, clocked
-from outbox.admin.places import Place, Tally, badge, place_of
+from outbox.admin.counting import Tally, capped_tally, clocked
+from outbox.admin.places import Place, badge, place_of
 from outbox.models import Message
 
 
@@ -48,12 +48,10 @@ def standing(using: str, message: Message) -> Standing | None:
         columns = ("event_key", "topic", "state", "due_at", "lease_token", "spent", "lane")
         target = clocked(Message.objects.using(using).only(*columns).filter(pk=first)).first()
     others = Message.objects.using(using).filter(lane=message.lane)
-    counts = [capped_count(others.filter(**side)) for side in ({"pk__lt": message.pk}, {"pk__gt": message.pk})]
-    before, behind = (Tally(rows=min(count, CAP), capped=count > CAP) for count in counts)
     return Standing(
         number=str(message.lane),
-        before=before,
-        behind=behind,
+        before=capped_tally(others.filter(pk__lt=message.pk)),
+        behind=capped_tally(others.filter(pk__gt=message.pk)),
         target=target,
         target_place=place_of(target, target.clock) if target else None,
     )

@@ -16,11 +16,14 @@ from django.utils.translation import gettext as _
 
 from outbox.admin import actions, page, search, selection
 from outbox.admin.cells import MessageCells
-from outbox.admin.changelist import PLACE_VAR, MessageChangeList
 from outbox.admin.filters import HandlerFilter, RoutableFilter, SinceFilter, TopicFilter
+from outbox.admin.lists import PLACE_VAR, MessageChangeList
 from outbox.admin.places import Place, badge
+from outbox.admin.shown import middle
 from outbox.admin.verbs import DEEDS
 from outbox.models import Message
+
+TITLE_LENGTH = 60  # of a key in the breadcrumbs
 
 
 class MessageAdmin(MessageCells):
@@ -63,10 +66,6 @@ class MessageAdmin(MessageCells):
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
         return lookup == PLACE_VAR or super().lookup_allowed(lookup, value, request)
 
-    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        title = {"title": str(self.opts.verbose_name_plural).capitalize()}
-        return super().changelist_view(request, {**title, **(extra_context or {})})
-
     # --- the page -----------------------------------------------------------------------------------------------------
 
     def change_view(
@@ -93,7 +92,7 @@ class MessageAdmin(MessageCells):
         context = {
             **self.admin_site.each_context(request),
             "title": _("Message"),
-            "original": f"{message.topic} {shown['key']}",
+            "original": f"{message.topic} {middle(shown['key'], TITLE_LENGTH)}",
             "opts": self.opts,
             "media": self.media,
             "is_popup": False,

@@ -10,8 +10,8 @@ from django.db.models import ExpressionWrapper, F, QuerySet, TextField
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
-from outbox.admin.base import clocked
-from outbox.admin.lane import Standing, standing
+from outbox.admin.counting import clocked
+from outbox.admin.lane import standing
 from outbox.admin.places import Place, place_of
 from outbox.admin.shown import NO_TEXT, Cut, ago, cut, number, plain, pretty, size, stamp
 from outbox.admin.timeline import Event, History, Redact
@@ -152,7 +152,7 @@ def context(using: str, message: Message, *, rights: dict[str, bool], redact: Re
     """Everything the template wants."""
     place = place_of(message, message.clock)
     events, older = history(using, message, redact, everything=show == "attempts")
-    lane: Standing | None = standing(using, message)
+    lane = standing(using, message)
     limits = {"payload": PAYLOAD_LENGTH, "headers": HEADERS_LENGTH}
     documents = {}
     if rights["payload"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import datetime
 
 from django.db.models import Count, Q, QuerySet, TextChoices
@@ -11,8 +10,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 from django.utils.translation import pgettext_lazy
 
-from outbox.admin.base import CAP, capped_count
-from outbox.admin.shown import number
+from outbox.admin.counting import Tally, capped_tally
 from outbox.database import ServerNow
 from outbox.models import Message, State
 
@@ -52,17 +50,6 @@ _LIVE = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
-    """A number of rows; ``capped`` when there are more than that."""
-
-    rows: int
-    capped: bool = False
-
-    def __str__(self) -> str:
-        return number(self.rows) + ("+" if self.capped else "")
-
-
 def place_of(message: Message, now: datetime) -> Place:
     """The place of a row by the database's clock, as its queryset would find it."""
     if message.state != State.PENDING:
@@ -90,8 +77,7 @@ def tallies(rows: QuerySet[Message]) -> dict[Place | None, Tally]:
     found = rows.order_by().filter(state=State.PENDING).aggregate(**live)
     counted = {place: Tally(rows=found[place.value]) for place in _LIVE}
     for state, place in ENDS.items():
-        ended = capped_count(rows.filter(state=state))
-        counted[place] = Tally(rows=min(ended, CAP), capped=ended > CAP)
+        counted[place] = capped_tally(rows.filter(state=state))
     total = sum(each.rows for each in counted.values())
     capped = any(each.capped for each in counted.values())
     everything: dict[Place | None, Tally] = {None: Tally(rows=total, capped=capped)}

@@ -10,7 +10,7 @@ from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.db.models import QuerySet
 from django.http import HttpRequest
 
-from outbox.admin.base import CAP, clocked
+from outbox.admin.counting import CAP, clocked
 from outbox.admin.places import Place, place_of
 from outbox.models import Message
 

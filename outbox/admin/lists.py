@@ -1,4 +1,4 @@
-"""The list of messages: tabs by place, honest numbers, and no column that could be large."""
+"""The lists: pages of the first rows that match, with numbers that tell the truth, and tabs by place for messages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from django.http import HttpRequest
 from django.utils.text import capfirst
 from django.utils.translation import gettext as _
 
-from outbox.admin.base import CAP, clocked
-from outbox.admin.places import MEANING, Place, Tally, rows_at, tallies
+from outbox.admin.counting import CAP, Tally, capped_tally, clocked
+from outbox.admin.places import MEANING, Place, rows_at, tallies
 from outbox.admin.shown import number
 from outbox.models import Message
 
@@ -28,9 +28,56 @@ COLUMNS = (
 )
 
 
+class KnownPaginator(Paginator):
+    """Pages of rows that have been counted already."""
+
+    def __init__(self, rows: QuerySet[Any], per_page: int, count: int) -> None:
+        super().__init__(rows, per_page)
+        self.count = count
+
+
+class CappedChangeList(ChangeList):
+    """At most ``CAP`` rows are listed; a page behind the last one is the last one."""
+
+    def count_rows(self) -> Tally:
+        return capped_tally(self.queryset)
+
+    def rows(self) -> QuerySet[Any]:
+        """What the pages are cut from."""
+        found: QuerySet[Any] = self.queryset
+        return found
+
+    def get_results(self, request: HttpRequest) -> None:
+        tally = self.count_rows()
+        self.result_count = min(tally.rows, CAP)
+        self.cut = tally.capped or tally.rows > CAP
+        self.paginator = KnownPaginator(self.rows(), self.list_per_page, self.result_count)
+        page = self.paginator.get_page(self.page_num)
+        self.page_num = page.number
+        self.result_list = page.object_list
+        self.multi_page = self.result_count > self.list_per_page
+        self.can_show_all = False
+        # Equal numbers keep the search form from telling one: it would tell the capped one for the whole.
+        self.full_result_count = self.result_count
+        self.show_full_result_count = False
+        self.show_admin_actions = self.result_count > 0
+
+    @property
+    def nothing_at_all(self) -> bool:
+        return self.result_count == 0 and not self.query and not self.has_active_filters
+
+    @property
+    def cap_note(self) -> str:
+        """What the list leaves out, or nothing."""
+        if not self.cut:
+            return ""
+        text = _("More rows match than are listed: these are the first %(cap)s. A filter or the search narrows them.")
+        return text % {"cap": number(CAP)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tab:
-    """One tab above the list."""
+    """One tab above the list of messages."""
 
     label: str
     meaning: str
@@ -42,21 +89,13 @@ class Tab:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterRow:
-    """One filter above the list, with the links of its choices."""
+    """One filter above the list of messages, with its choices."""
 
     title: str
-    row: Sequence[Any]
+    choices: Sequence[Any]
 
 
-class KnownPaginator(Paginator):
-    """Pages of a list whose length the tabs have counted already."""
-
-    def __init__(self, rows: QuerySet[Message], per_page: int, count: int) -> None:
-        super().__init__(rows, per_page)
-        self.count = count
-
-
-class MessageChangeList(ChangeList):
+class MessageChangeList(CappedChangeList):
     """The tab is no filter for Django: the tabs count what the filters and the search leave of every place."""
 
     def get_filters_params(self, params: Any = None) -> dict[str, Any]:
@@ -75,39 +114,27 @@ class MessageChangeList(ChangeList):
             return ["due_at", "-pk"]
         return list(super().get_ordering(request, queryset))
 
-    def get_results(self, request: HttpRequest) -> None:
-        """At most ``CAP`` rows are listed; a page behind the last one is the last one."""
+    def count_rows(self) -> Tally:
         counted = tallies(self.everywhere)
-        self.tally = counted[self.place]
         self.tabs = [self._tab(place, counted[place]) for place in (None, *Place)]
-        self.nothing_at_all = counted[None].rows == 0 and not self.query and not self.has_active_filters
-        self.result_count = min(self.tally.rows, CAP)
-        self.cut = self.tally.capped or self.tally.rows > CAP
-        self.paginator = KnownPaginator(_light(self.queryset), self.list_per_page, self.result_count)
-        page = self.paginator.get_page(self.page_num)
-        self.page_num = page.number
-        self.result_list = page.object_list
-        self.multi_page = self.result_count > self.list_per_page
-        self.can_show_all = False
-        # Equal numbers keep the search form from telling the capped one; the tabs tell the true one.
-        self.full_result_count = self.result_count
-        self.show_full_result_count = False
-        self.show_admin_actions = self.result_count > 0
+        return counted[self.place]
+
+    def rows(self) -> QuerySet[Any]:
+        """Without payload and headers, and of an error only its beginning."""
+        return clocked(self.queryset.only(*COLUMNS), error_start=Left(F("error_text"), ERROR_START))
+
+    def get_results(self, request: HttpRequest) -> None:
+        super().get_results(request)
         self.has_filters = False  # they stand in a row above the list, which needs the width: see filters.html
 
     @property
-    def filter_rows(self) -> list[FilterRow]:
-        return [FilterRow(title=capfirst(str(spec.title)), row=list(spec.choices(self))) for spec in self.filter_specs]
+    def nothing_at_all(self) -> bool:
+        return super().nothing_at_all and not any(tab.tally.rows for tab in self.tabs)
 
     @property
-    def cap_note(self) -> str:
-        """What the list leaves out, or nothing."""
-        if not self.cut:
-            return ""
-        text = _(
-            "More messages match than are listed: these are the first %(cap)s. A filter or the search narrows them."
-        )
-        return text % {"cap": number(CAP)}
+    def filter_rows(self) -> list[FilterRow]:
+        specs = self.filter_specs
+        return [FilterRow(title=capfirst(str(spec.title)), choices=list(spec.choices(self))) for spec in specs]
 
     @property
     def select_all_text(self) -> str:
@@ -127,8 +154,3 @@ class MessageChangeList(ChangeList):
             selected=place == self.place,
             name=place.value if place else "all",
         )
-
-
-def _light(rows: QuerySet[Any]) -> QuerySet[Any]:
-    """Rows without payload and headers, and of an error only its beginning; with the clock they are judged by."""
-    return clocked(rows.only(*COLUMNS), error_start=Left(F("error_text"), ERROR_START))
