@@ -70,4 +70,4 @@ class Housekeeping:
         retention.sweep(self.using)
 
     def _prune(self) -> None:
-        retention.prune(self.using, stopped=self._stopped.is_set)
+        retention.prune(self.using, stopping=self._stopped)
