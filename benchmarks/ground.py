@@ -1,0 +1,141 @@
+"""What the benchmarks stand on: a scratch database, many rows at once, and a verdict as the last line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import django
+from django.conf import settings
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """The options that every benchmark takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--database", default="", help="a database URL; SQLite in a temporary folder by default")
+    parser.add_argument("--quick", action="store_true", help="smaller and fewer rounds: a look, not a measurement")
+    parser.add_argument("--json", metavar="FILE", help="write the numbers to this file, too")
+    return parser.parse_args()
+
+
+@contextmanager
+def scratch_database(url: str, **more: Any) -> Iterator[Any]:
+    """Set Django up on a new database that is dropped at the end; yields Django's connection."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["DATABASE_URL"] = url or f"sqlite:///{folder}/db.sqlite3"
+        from example_project.settings import database
+
+        config = database(os.environ["DATABASE_URL"])
+        name = f"bench_outbox_{os.getpid()}"
+        sqlite = config["ENGINE"].endswith("sqlite3")
+        config["TEST"] = {"NAME": str(Path(config["NAME"]).with_name(f"{name}.sqlite3")) if sqlite else name}
+        config["CONN_MAX_AGE"] = 600
+        settings.configure(
+            DATABASES={"default": config},
+            INSTALLED_APPS=["django.contrib.contenttypes", "django.contrib.auth", "outbox"],
+            DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
+            USE_TZ=True,
+            **more,
+        )
+        django.setup()
+        from django.db import connection
+
+        connection.creation.create_test_db(verbosity=0, autoclobber=True, serialize=False)
+        try:
+            yield connection
+        finally:
+            connection.close()
+            connection.creation.destroy_test_db(connection.settings_dict["NAME"], verbosity=0)
+
+
+def empty(connection: Any) -> None:
+    """Remove every message, and what its removal leaves behind."""
+    with connection.cursor() as cursor:
+        for table in ("outbox_attempt", "outbox_message"):
+            cursor.execute(f"DELETE FROM {table}" if connection.vendor == "sqlite" else f"TRUNCATE TABLE {table}")
+
+
+def fill(connection: Any, rows: int, *, prefix: str, topic: str, state: str = "pending", due: str = "now", **more: str) -> None:
+    """Insert rows by one statement. ``due``: "now", "tomorrow" or "never"; ``more``: further columns as SQL of ``n``."""
+    now = time.time_ns() // 1000
+    due_sql = {"now": f"{now}", "tomorrow": f"{now + 86_400_000_000}", "never": "NULL"}[due]
+    concat = f"CONCAT('{prefix}', n)" if connection.vendor == "mysql" else f"'{prefix}' || n"
+    values = {
+        "event_key": concat,
+        "position": "0",
+        "topic": f"'{topic}'",
+        "handler": f"'{topic}'",
+        "route": f"'{topic}'",
+        "payload": "'{\"order_id\":1,\"total\":\"129.90\"}'",
+        "payload_version": "1",
+        "headers": "'{}'",
+        "digest": "'0123456789abcdef'" + ("::bytea" if connection.vendor == "postgresql" else ""),
+        "staged_at": str(now),
+        "state": f"'{state}'",
+        "due_at": due_sql,
+        "leased_by": "''",
+        "attempt": "0",
+        "spent": "0",
+        "lapses": "0",
+        "settled_at": "NULL" if state == "pending" else str(now),
+        "reason": "''",
+        "error_type": "''",
+        "error_code": "''",
+        "error_text": "''",
+        "payload_pruned": "FALSE",
+        **more,
+    }
+    source = {
+        "postgresql": f"generate_series(1, {rows}) AS g(n)",
+        "mysql": f"(SELECT seq AS n FROM seq_1_to_{rows}) AS g",
+        "sqlite": f"(WITH RECURSIVE g(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM g WHERE n < {rows}) SELECT n FROM g)",
+    }[connection.vendor]
+    columns = ", ".join("`position`" if name == "position" and connection.vendor == "mysql" else name for name in values)
+    with connection.cursor() as cursor:
+        cursor.execute(f"INSERT INTO outbox_message ({columns}) SELECT {', '.join(values.values())} FROM {source}")
+        if connection.vendor == "postgresql":
+            cursor.execute("VACUUM ANALYZE outbox_message")
+        elif connection.vendor == "mysql":
+            cursor.execute("ANALYZE TABLE outbox_message")
+            cursor.fetchall()
+
+
+class Sheet:
+    """The numbers of a run and the limits they must keep."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, float] = {}
+        self.short: list[str] = []
+
+    def note(self, name: str, values: list[float] | float, unit: str = "") -> float:
+        """Print and keep the median of some values."""
+        value = statistics.median(values) if isinstance(values, list) else values
+        self.numbers[name] = value
+        spread = f"   ({min(values):.3g} … {max(values):.3g})" if isinstance(values, list) and len(values) > 1 else ""
+        print(f"{name:<58} {value:>12,.3f} {unit}{spread}", flush=True)
+        return value
+
+    def demand(self, name: str, *, at_least: float | None = None, at_most: float | None = None) -> None:
+        value = self.numbers[name]
+        if at_least is not None and value < at_least:
+            self.short.append(f"{name} is {value:.3f}, should be at least {at_least:.3f}")
+        if at_most is not None and value > at_most:
+            self.short.append(f"{name} is {value:.3f}, should be at most {at_most:.3f}")
+
+    def close(self, file: str | None) -> int:
+        """Print what falls short as the last line; returns the exit code."""
+        if file:
+            Path(file).write_text(json.dumps(self.numbers, indent=2) + "\n", encoding="utf-8")
+        print("Falls short: " + "; ".join(self.short) if self.short else "All limits are kept.")
+        return 1 if self.short else 0
