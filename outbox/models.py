@@ -24,6 +24,7 @@ from django.utils.translation import pgettext_lazy
 
 from outbox.database import ServerNow
 from outbox.fields import ExactCharField, ExactTextField, InstantField, JsonTextField
+from outbox.texts import one_line
 
 
 class State(models.TextChoices):
@@ -163,7 +164,7 @@ class Message(models.Model):
         ]
 
     def __str__(self) -> str:
-        return f"{self.topic} {self.event_key}"
+        return one_line(f"{self.topic} {self.event_key}")  # the admin's log and breadcrumbs show it as it is
 
 
 class Attempt(models.Model):
@@ -219,7 +220,7 @@ class Intervention(models.Model):
         ordering: ClassVar = ["id"]
 
     def __str__(self) -> str:
-        return f"{self.verb} {self.actor}"
+        return one_line(f"{self.verb} {self.actor}")
 
 
 class Dispatcher(models.Model):
@@ -244,4 +245,4 @@ class Dispatcher(models.Model):
         verbose_name_plural = _("dispatchers")
 
     def __str__(self) -> str:
-        return self.name
+        return one_line(self.name)
