@@ -9,7 +9,7 @@ from datetime import datetime
 from django.db import router
 
 from outbox.conf import options
-from outbox.database import ServerNow
+from outbox.database import with_clock
 from outbox.handlers import Handler, registry
 from outbox.lanes import heads
 from outbox.models import Intervention, Message, Reason, State, Verb
@@ -49,9 +49,7 @@ def diagnose(message: Message) -> Diagnosis:
 
 
 def _read(using: str, pk: int) -> Message | None:
-    found: Message | None = (
-        Message.objects.using(using).annotate(clock=ServerNow()).defer("payload", "headers").filter(pk=pk).first()
-    )
+    found: Message | None = with_clock(Message.objects.using(using).filter(pk=pk)).defer("payload", "headers").first()
     return found
 
 

@@ -17,7 +17,7 @@ from django.db.models import Q
 from django.utils.translation import gettext_lazy as _
 
 from outbox import lanes, wakeup
-from outbox.database import ServerNow, Stale, again, locked
+from outbox.database import ServerNow, Stale, again, locked, with_clock
 from outbox.handlers import LeaseView, registry
 from outbox.leases.lease import envelope
 from outbox.models import Intervention, Message, MessageQuerySet, Outcome, Reason, State, Verb
@@ -98,8 +98,8 @@ def _operate(operation: _Operation, using: str, ids: Iterable[int], actor: str, 
 
 
 def _batch(operation: _Operation, using: str, ids: Sequence[int], audit: Callable[..., Intervention]) -> Done:
-    query = Message.objects.using(using).filter(pk__in=ids).order_by("pk").annotate(clock=ServerNow())
-    rows = {row.pk: row for row in locked(query.only(*_COLUMNS), skip=False)}
+    query = with_clock(Message.objects.using(using).filter(pk__in=ids).order_by("pk").only(*_COLUMNS))
+    rows = {row.pk: row for row in locked(query, skip=False)}
     chosen: list[Message] = []
     skipped: dict[int, str] = {}
     for pk in ids:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 from django.db import DatabaseError, connections, models
@@ -236,7 +237,7 @@ def sweep(using: str) -> int:
         last, stranded = _stranded(using, after)
         if stranded:
             asleep = Message.objects.using(using).filter(pk__in=stranded, state=State.PENDING, due_at=None)
-            woken += again(using, lambda rows=asleep: rows.exclude(lane=None).update(due_at=ServerNow()))
+            woken += again(using, partial(asleep.exclude(lane=None).update, due_at=ServerNow()))
         if last is None and wrapped:
             break
         if last is None:

@@ -488,6 +488,49 @@ def test_topics_says_so_when_there_are_none():
         assert data("outbox_topics") == []
 
 
+# --- databases --------------------------------------------------------------------------------------------------------
+
+
+class ReplicaRouter:
+    """Reads go to a replica that holds nothing."""
+
+    def db_for_read(self, model, **hints):
+        return "other"
+
+    def db_for_write(self, model, **hints):
+        return "default"
+
+
+def test_a_replica_is_never_asked(settings, monkeypatch):
+    """Scenario 38: every command sees what the write database holds."""
+    settings.DATABASE_ROUTERS = [ReplicaRouter()]
+    monkeypatch.setattr(retention._Run, "rest", lambda run, seconds: None)
+    row, old = rows.dead(), rows.delivered(31 * 86400)
+    for each in (row, old):
+        Attempt.objects.create(message_id=each.pk, number=1, outcome="failed", ended_at=rows.now())
+        Intervention.objects.create(message_id=each.pk, verb="requeue", actor="anna", at=rows.now())
+    assert data("outbox_status")["total"]["dead"] == 1
+    (shown,) = data("outbox_show", row.event_key)
+    assert (len(shown["attempts"]), len(shown["interventions"])) == (1, 1)
+    assert data("outbox_explain", row.pk)[0]["code"] == "dead"
+    assert data("outbox_prune")["delivered"] == 1
+    assert not Attempt.objects.using("default").filter(message_id=old.pk).exists()
+    assert data("outbox_requeue", "--all", "--no-input")["requeued"] == [row.pk]
+    assert data("outbox_discard", "--state", "pending", "--no-input")["discarded"] == [row.pk]
+
+
+def test_every_command_works_on_the_database_that_is_named():
+    row = rows.dead(using="other")
+    database = ["--database", "other"]
+    assert data("outbox_status", *database)["total"]["dead"] == 1
+    assert data("outbox_show", row.pk, *database)[0]["id"] == row.pk
+    assert data("outbox_explain", row.pk, *database)[0]["code"] == "dead"
+    assert data("outbox_requeue", row.pk, "--no-input", *database)["requeued"] == [row.pk]
+    assert data("outbox_discard", row.pk, "--no-input", *database)["discarded"] == [row.pk]
+    assert data("outbox_prune", *database)["dry_run"] is False
+    assert Message.objects.using("default").count() == 0
+
+
 # --- all commands -----------------------------------------------------------------------------------------------------
 
 

@@ -116,6 +116,15 @@ def test_a_handler_that_only_dispatchers_know_is_not_called_unknown(at_work):
     says(rows.message(topic="order.returned"), "due")
 
 
+def test_a_handler_that_only_a_stopping_dispatcher_knows_is_unknown(at_work):
+    rows.dispatcher(handlers=["order.returned"], stopping=True)
+    says(rows.message(topic="order.returned"), "unroutable")
+
+
+def test_a_message_in_flight_elsewhere_needs_no_handler_here(at_work):
+    says(rows.leased(topic="order.returned"), "in_flight")
+
+
 def test_a_message_that_nobody_can_deliver_asks_for_a_dispatcher():
     rows.dispatcher(lost_in=-5)
     rows.dispatcher(stopping=True)

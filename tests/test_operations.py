@@ -8,7 +8,8 @@ from django.test.utils import CaptureQueriesContext
 
 from outbox import signals
 from outbox.handlers import handler, registry
-from outbox.models import Attempt, Intervention, Message, Reason, State
+from outbox.leases import Settlement, claim, settle
+from outbox.models import Attempt, Intervention, Message, Outcome, Reason, State
 from outbox.operations import BATCH, Done, discard, make_due, requeue
 from tests import rows
 
@@ -112,6 +113,65 @@ def test_two_operators_at_once_move_each_message_once(operate):
     for actor, pk in Intervention.objects.values_list("actor", "message_id"):
         by_actor[actor].add(pk)
     assert by_actor == {"anna": set(first.done), "bert": set(second.done)}
+
+
+def claims(limit=10):
+    return claim(using="default", worker="w", seconds=60, limit=limit)
+
+
+def bury(lease):
+    settle("default", [Settlement(lease=lease, outcome=Outcome.BURIED, state=State.DEAD, reason=Reason.BURIED)])
+
+
+def deliver(lease):
+    settle("default", [Settlement(lease=lease, outcome=Outcome.DELIVERED, state=State.DELIVERED)])
+
+
+def test_a_dead_head_under_skip_is_requeued_and_runs_once():
+    """Scenario 47: A dies, B runs; A requeued runs once, though B was before it."""
+    first, second = (rows.message(lane=LANE, ordering_key="order:1") for _ in "AB")
+    (lease,) = claims()
+    assert lease.id == first.pk
+    bury(lease)
+    (lease,) = claims()
+    assert lease.id == second.pk
+    requeue("default", [first.pk])
+    deliver(lease)
+    (lease,) = claims()
+    assert lease.id == first.pk
+    deliver(lease)
+    assert claims() == []
+    assert Message.objects.delivered().count() == 2
+
+
+@pytest.mark.parametrize("way_out", [requeue, discard])
+def test_a_dead_head_under_block_halts_its_lane_until_a_person_acts(way_out):
+    """Scenario 47: requeued it runs before its followers, discarded they go on; nobody is left behind."""
+    lane = registry.by_name("order.shipped").lane("order:1")
+    names = {"topic": "order.shipped", "ordering_key": "order:1", "lane": lane}
+    first, second, third = (rows.message(**names) for _ in "ABC")
+    (lease,) = claims()
+    bury(lease)
+    assert claims() == []
+    assert way_out("default", [first.pk]).done == (first.pk,)
+    order = []
+    while leases := claims():
+        order += [lease.id for lease in leases]
+        for lease in leases:
+            deliver(lease)
+    assert order == ([first.pk] if way_out is requeue else []) + [second.pk, third.pk]
+
+
+@pytest.mark.parametrize("state", [State.DELIVERED, State.DEAD])
+def test_a_discarded_message_whose_lease_ran_out_stays_discarded(state):
+    """The stale worker's fence is gone with the token: what it reports is thrown away."""
+    row = rows.message()
+    (lease,) = claims()
+    Message.objects.filter(pk=row.pk).update(due_at=rows.ago(1))
+    discard("default", [row.pk])
+    (result,) = settle("default", [Settlement(lease=lease, outcome=Outcome.DELIVERED, state=state)])
+    assert result.status == "lost"
+    assert fresh(row).state == State.DISCARDED
 
 
 # --- discard ----------------------------------------------------------------------------------------------------------

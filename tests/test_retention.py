@@ -144,6 +144,14 @@ def test_batches_are_bounded(monkeypatch):
     assert batches == [3, 3, 3, 1]
 
 
+def test_rows_settled_in_the_same_microsecond_are_all_found(monkeypatch):
+    monkeypatch.setattr(retention, "BATCH", 3)
+    instant = rows.ago(31 * DAY)
+    for _ in range(7):
+        rows.delivered(settled_at=instant)
+    assert prune("default").delivered == 7
+
+
 def test_pruning_rests_after_each_batch(monkeypatch):
     """Scenario 49."""
     rests = []

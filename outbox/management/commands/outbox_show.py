@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from django.core.management.base import CommandParser
 from django.db.models import Model
@@ -15,7 +15,7 @@ from outbox.explain import explain
 from outbox.fields import from_micros
 from outbox.management.operator import OperatorCommand
 from outbox.management.printing import facts
-from outbox.models import Message
+from outbox.models import Attempt, Intervention, Message
 from outbox.texts import moment, one_line, printable
 
 IDENTITY = ("id", "event_key", "position", "topic", "handler", "payload_version", "ordering_key")
@@ -26,6 +26,8 @@ PROGRESS = (
 LAST_ERROR = ("error_type", "error_code", "error_text")
 OF_ATTEMPT = ("number", "outcome", "worker", "started_at", "ended_at", *LAST_ERROR, "traceback")
 OF_INTERVENTION = ("at", "verb", "actor", "note")
+
+Row = TypeVar("Row", Attempt, Intervention)
 
 
 class Command(OperatorCommand):
@@ -49,10 +51,10 @@ class Command(OperatorCommand):
         pruned = "pruned" if row.payload_pruned else None
         yield from ("", self.paint("MIGRATE_LABEL", "payload"), pruned or printable(_pretty(row.payload)))
         yield from ("", self.paint("MIGRATE_LABEL", "headers"), pruned or printable(_pretty(row.headers or {})))
-        for attempt in row.attempts.all():
+        for attempt in _of(row, Attempt):
             yield from ("", self.paint("MIGRATE_LABEL", f"attempt {attempt.number}: {attempt.get_outcome_display()}"))
             yield from facts((name.replace("_", " "), _shown(getattr(attempt, name), now)) for name in OF_ATTEMPT[2:])
-        for act in row.interventions.all():
+        for act in _of(row, Intervention):
             note = f": {one_line(act.note)}" if act.note else ""
             who = one_line(act.actor) or "somebody"
             yield from ("", f"{moment(act.at, now)} {act.get_verb_display()} by {who}{note}")
@@ -68,7 +70,7 @@ def _pretty(document: object) -> str:
 
 
 def _as_data(row: Message) -> dict[str, Any]:
-    attempts, interventions = row.attempts.all(), row.interventions.all()
+    attempts, interventions = _of(row, Attempt), _of(row, Intervention)
     return {
         **_values(row, IDENTITY + PROGRESS + LAST_ERROR),
         "payload_pruned": row.payload_pruned,
@@ -78,6 +80,11 @@ def _as_data(row: Message) -> dict[str, Any]:
         "attempts": [_values(each, OF_ATTEMPT) for each in attempts],
         "interventions": [_values(each, OF_INTERVENTION) for each in interventions],
     }
+
+
+def _of(row: Message, model: type[Row]) -> list[Row]:
+    """What belongs to the message, from its own database; the related manager would ask the router for a replica."""
+    return list(model._default_manager.using(row._state.db).filter(message=row))
 
 
 def _values(row: Model, names: tuple[str, ...]) -> dict[str, Any]:
