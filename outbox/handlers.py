@@ -1,14 +1,12 @@
-"""Who delivers what: topics, handlers, and the registry that every app's ``outbox_handlers`` module fills."""
+"""Who delivers what: topics, handlers, and what a handler is given."""
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import inspect
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, TypeVar
@@ -16,7 +14,9 @@ from typing import Any, TypeVar
 from django.core.exceptions import ImproperlyConfigured
 
 from outbox.conf import options
-from outbox.exceptions import LeaseLost, UnknownTopic
+from outbox.exceptions import LeaseLost
+from outbox.registry import cut
+from outbox.registry import registry as registry
 from outbox.retries import RetryPolicy
 
 NAME = re.compile(r"[A-Za-z0-9._:-]{1,100}\Z", re.ASCII)
@@ -165,86 +165,6 @@ def lane_of(name: str, key: str) -> int:
     return int.from_bytes(digest, "big", signed=True)
 
 
-class Registry:
-    """All topics and handlers of this process."""
-
-    def __init__(self) -> None:
-        self._topics: dict[str, Topic] = {}
-        self._handlers: dict[str, Handler] = {}
-        self._by_topic: dict[str, tuple[Handler, ...]] = {}
-        self._by_route: dict[str, Handler] = {}
-        self.duplicates: list[Handler] = []
-
-    def declare(self, topic: Topic) -> None:
-        known = self._topics.get(topic.name)
-        if known is None or topic.required or topic.description:
-            self._topics[topic.name] = topic
-
-    def register(self, new: Handler) -> None:
-        known = self._handlers.get(new.name)
-        if known is not None and not _same_code(known.function, new.function):
-            self.duplicates.append(new)  # reported by a system check, and the dispatcher refuses to start
-            return
-        self._handlers[new.name] = new
-        self._index()
-
-    def _index(self) -> None:
-        by_topic: dict[str, list[Handler]] = {}
-        for each in self._handlers.values():
-            by_topic.setdefault(each.topic, []).append(each)
-        self._by_topic = {topic: tuple(found) for topic, found in by_topic.items()}
-        self._by_route = {r: each for each in self._handlers.values() for r in each.routes}
-
-    def handlers(self) -> tuple[Handler, ...]:
-        return tuple(self._handlers.values())
-
-    def handlers_of(self, topic: str) -> tuple[Handler, ...]:
-        """The handlers of a topic in the order of their registration: the order of `Message.position`."""
-        return self._by_topic.get(topic, ())
-
-    def by_name(self, name: str) -> Handler | None:
-        return self._handlers.get(name)
-
-    def by_route(self, name: str) -> Handler | None:
-        return self._by_route.get(name)
-
-    def topics(self) -> dict[str, Topic | None]:
-        """Every declared topic with its declaration, or None where only a handler declares it."""
-        return {name: self._topics.get(name) for name in sorted({*self._topics, *self._by_topic})}
-
-    def unhandled(self, *, required: bool = False) -> list[str]:
-        """Declared topics without a handler, sorted; only the required ones if asked."""
-        return sorted(
-            name for name, topic in self._topics.items() if name not in self._by_topic and (topic.required or not required)
-        )
-
-    def check_topic(self, topic: str | Topic) -> str:
-        """The name of a declared topic. Raises UnknownTopic with the nearest names."""
-        name = topic.name if isinstance(topic, Topic) else topic
-        if isinstance(name, str) and (name in self._by_topic or name in self._topics):
-            return name
-        known = sorted({*self._topics, *self._by_topic})
-        near = difflib.get_close_matches(str(name), known, n=3)
-        hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Declared: {', '.join(known) or 'none'}."
-        raise UnknownTopic(
-            f"Nobody declares the topic {_cut(name)!r}, so a message of it might never be delivered. {hint} "
-            "Declare it with @handler(...) or Topic(...) in an outbox_handlers module of an installed app."
-        )
-
-    @contextmanager
-    def isolated(self) -> Iterator[Registry]:
-        """Start from an empty registry and bring the present one back afterwards; for tests."""
-        saved = dict(self.__dict__)
-        self.__init__()  # type: ignore[misc]
-        try:
-            yield self
-        finally:
-            self.__dict__.update(saved)
-
-
-registry = Registry()
-
-
 def handler(
     topic: str | Topic,
     *,
@@ -276,9 +196,10 @@ def handler(
     _demand(ordering in ORDERINGS, handler_name, f"ordering must be one of {ORDERINGS}, not {ordering!r}")
     _demand(dead_head in DEAD_HEADS, handler_name, f"dead_head must be one of {DEAD_HEADS}, not {dead_head!r}")
     _demand(max_attempts is None or max_attempts >= 1, handler_name, "max_attempts must be at least 1")
-    _demand(timeout is None or 0 < timeout < float("inf"), handler_name, "timeout must be a finite number of seconds > 0")
+    _demand(timeout is None or 0 < timeout < float("inf"), handler_name, "timeout must be finite seconds, above 0")
     _demand(share is None or 0 < share <= 1, handler_name, "share must be between 0 and 1")
-    _demand(bool(versions) and all(isinstance(v, int) and v >= 1 for v in versions), handler_name, "bad payload_versions")
+    numbers = bool(versions) and all(isinstance(each, int) and each >= 1 for each in versions)
+    _demand(numbers, handler_name, f"payload_versions must be whole numbers from 1 on, not {versions!r}")
 
     def register(function: F) -> F:
         new = Handler(
@@ -296,7 +217,7 @@ def handler(
             aliases=tuple(aliases),
         )
         _demand(callable(function), handler_name, f"{function!r} is not callable")
-        _demand(not (atomic and new.is_async), handler_name, "an async handler cannot be atomic: there is no async transaction")
+        _demand(not (atomic and new.is_async), handler_name, "async and atomic: there is no async transaction")
         registry.register(new)
         return function
 
@@ -311,18 +232,5 @@ def _demand(fact: bool, name: str, text: str) -> None:
 def _check_name(name: object, what: str) -> None:
     if not isinstance(name, str) or not NAME.match(name):
         raise ImproperlyConfigured(
-            f"{_cut(name)!r} is no {what} name: it takes 1 to 100 characters of A-Z a-z 0-9 . _ : - (case counts)."
+            f"{cut(name)!r} is no {what} name: it takes 1 to 100 characters of A-Z a-z 0-9 . _ : - (case counts)."
         )
-
-
-def _cut(value: object) -> object:
-    return value if not isinstance(value, str) or len(value) <= 120 else value[:100] + "…"
-
-
-def _same_code(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    """True for a function and its reloaded self, so that reloading a module is no duplicate."""
-
-    def identity(function: Callable[..., Any]) -> tuple[object, object]:
-        return getattr(function, "__module__", function), getattr(function, "__qualname__", function)
-
-    return one is other or ("<locals>" not in str(identity(one)[1]) and identity(one) == identity(other))

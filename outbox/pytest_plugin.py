@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from outbox.handlers import Registry
+    from outbox.registry import Registry
 
 
 @pytest.fixture

@@ -31,7 +31,8 @@ from outbox import delivery, payloads
 from outbox.database import ServerNow, server_now
 from outbox.exceptions import InvalidIntent, Verdict
 from outbox.fields import to_micros
-from outbox.handlers import Handler, Registry, Topic, registry
+from outbox.handlers import Handler, Topic
+from outbox.registry import Registry, registry
 from outbox.leases import Claimer, Lease, Settled, announce, settle
 from outbox.models import Message, Outcome, State
 from outbox.registration import worker_name

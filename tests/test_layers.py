@@ -16,7 +16,7 @@ ROOT = PACKAGE.parent
 # From the bottom up. A module imports its own layer and lower ones, and never in a circle.
 LAYERS = [
     {"exceptions", "conf", "signals", "retries", "payloads", "database", "fields", "isolation", "texts", "errors", "version", "inserting"},
-    {"models", "handlers", "wakeup", "listening"},
+    {"models", "handlers", "registry", "wakeup", "listening"},
     {"lanes", "intents"},
     {"leases", "operations", "retention"},
     {"delivery", "heartbeat", "registration", "overview"},
