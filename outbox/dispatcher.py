@@ -1,8 +1,8 @@
 """The loop of one dispatcher process: claim what fits, start it, wait; and stop without losing anything.
 
 Threads: this loop claims and charges; workers run handlers; the settler writes outcomes; the heartbeat renews; the
-housekeeping sweeps and prunes. Each has a connection of its own, and none can end silently: every loop survives the loss
-of the database, backs off with jitter and resumes by itself.
+housekeeping sweeps and prunes. Each has a connection of its own, and none can end silently: every loop survives the
+loss of the database, backs off with jitter and resumes by itself.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from django.db import Error, connections, reset_queries
+from django.db import Error, reset_queries
 
 from outbox import delivery
-from outbox.database import close_quietly, is_loss
+from outbox.database import close_quietly
 from outbox.handlers import Handler
 from outbox.heartbeat import Heartbeat
 from outbox.housekeeping import Housekeeping
-from outbox.leases import ALONE_FROM, Claim, Claimer, Lease, Settled, Settlement, charge
+from outbox.leases import Claim, Claimer, Lease, Settled, Settlement, charge
 from outbox.models import Outcome
+from outbox.outages import Outage
 from outbox.registration import REPORT_EVERY, Registration, worker_name
 from outbox.settler import Settler
 from outbox.slots import Slots, Want
+from outbox.solitude import Solitude
 from outbox.wakeup import Waiter
 from outbox.workers import Workers
 
@@ -35,11 +37,9 @@ logger = logging.getLogger("outbox")
 POLL_JITTER = 0.2  # of the poll interval, added at random: processes started together shall not look together
 CONTENDED_PAUSE = 0.05  # seconds at most before looking again at rows that somebody else was taking
 CONTENDED_LOOKS = 40  # without progress, until --drain leaves rows to those who have locked them
-LONGEST_PAUSE = 5.0  # seconds between two tries while the database is away
-QUIET = 5.0  # seconds without a claim, doubled each time, to become empty for a message that must run alone
-LONGEST_QUIET = 320.0
 SHORT_RUN_TRIES = 3  # of a claim while the database is away, in runs that shall end by themselves
 LAST_WRITES = 5.0  # seconds beyond the grace for writing the last outcomes
+NOTHING = Want(limit=0, start=0, room={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,12 +108,10 @@ class Dispatcher:
         self._housekeeping = Housekeeping(using=plan.using, name=self.name)
         self._worked_at = time.monotonic()
         self._reported_at = -REPORT_EVERY
-        self._failures = 0
+        self._outage = Outage(plan.using, f"Dispatcher {self.name}")
+        self._solitude = Solitude()
         self._hungry = True
         self._nudged = False
-        self._solo = False
-        self._quiet = QUIET
-        self._quiet_until = self._quiet_again = 0.0
 
     # --- from other threads -------------------------------------------------------------------------------------------
 
@@ -141,7 +139,8 @@ class Dispatcher:
 
     def _may_continue(self, _lease: Lease) -> bool:
         """Whether a settled lane may go on in this process at once, instead of being woken for anybody."""
-        return self.plan.mode != "once" and self._left is None and not self._stopping.is_set() and not self._solo
+        bounded = self.plan.mode == "once" or self._left is not None
+        return not (bounded or self._stopping.is_set() or self._solitude.occupied)
 
     def _report_alive(self) -> None:
         now = time.monotonic()
@@ -173,19 +172,20 @@ class Dispatcher:
         return 1 if self.failure else 0
 
     def _loop(self) -> None:
-        pause, misses = 0.0, 0
+        misses = 0
         while not self._stopping.is_set():
             try:
                 was_empty = self._slots.is_empty()
                 claim = self._pass()
                 self._worked_at = time.monotonic()
-                pause, misses = 0.0, 0 if claim.leases or claim.more or not claim.contended else misses + 1
+                self._outage.over()
+                misses = 0 if claim.leases or claim.more or not claim.contended else misses + 1
                 if self._is_fulfilled(claim, was_empty, misses):
                     return
                 if not claim.leases and not claim.more:
                     self._wait(contended=claim.contended)
             except Exception as error:
-                pause = self._survive(error, pause)
+                self._survive(error)
             reset_queries()
 
     def _pass(self) -> Claim:
@@ -206,23 +206,18 @@ class Dispatcher:
         if self._left is not None:
             self._left -= len(claim.leases)
         self._slots.add(claim.leases)
-        self._solo = alone and len(claim.leases) == 1 and claim.leases[0].message.lapses >= ALONE_FROM
+        self._solitude.note(claim)
         self._hungry = claim.more or claim.lonely or len(claim.leases) >= want.limit
-        if claim.lonely:
-            self._become_quiet()
         self._start_queued()
         return claim
 
     def _want(self) -> Want:
         want = self._slots.want()
-        now = time.monotonic()
-        if self._solo and not self._slots.holds_nothing():
-            return Want(limit=0, start=0, room={})
-        if now < self._quiet_until and not self._slots.holds_nothing():
-            return Want(limit=0, start=0, room={})
+        if not self._solitude.may_claim(empty=self._slots.holds_nothing()):
+            return NOTHING
         if self.plan.mode == "once":
             if self._passes:
-                return Want(limit=0, start=0, room={})
+                return NOTHING
             most = self.plan.batch if self._left is None else min(self.plan.batch, self._left)
             return Want(limit=most, start=0, room=dict.fromkeys(want.room, most))
         if self._left is not None:
@@ -252,15 +247,6 @@ class Dispatcher:
         if stuck >= self.plan.concurrency and not self._stopping.is_set():
             self._give_up(f"{stuck} handlers are stuck beyond their timeout; their threads cannot be stopped")
 
-    def _become_quiet(self) -> None:
-        """Stop claiming for a while, to become empty for a message that must run alone; then claim again as long."""
-        now = time.monotonic()
-        if now < self._quiet_again:
-            return
-        self._quiet_until = now + self._quiet
-        self._quiet_again = now + 2 * self._quiet
-        self._quiet = min(LONGEST_QUIET, 2 * self._quiet)
-
     def _is_fulfilled(self, claim: Claim, was_empty: bool, misses: int) -> bool:
         if not self.plan.ends_by_itself:
             return False
@@ -279,26 +265,13 @@ class Dispatcher:
         self._nudged = False
         self._waiter.wait(max(0.0, timeout))
 
-    def _survive(self, error: Exception, pause: float) -> float:
-        """Note an error of the loop and wait a little; returns the pause that was taken."""
-        using = self.plan.using
-        lost = isinstance(error, Error) and is_loss(connections[using], error)
-        if not lost:
-            logger.error("Dispatcher %s: a round failed; it goes on.", self.name, exc_info=error)
-        elif not pause:
-            logger.warning("The database %r is away; dispatcher %s waits: %s", using, self.name, error)
-        if isinstance(error, Error):
-            close_quietly(using)
-            self._failures_in_a_row(error, first=not pause)
-        pause = min(LONGEST_PAUSE, pause * 2 or 0.1)
-        self._stopping.wait(pause * random.uniform(0.5, 1.0))  # noqa: S311
-        return pause
-
-    def _failures_in_a_row(self, error: Error, *, first: bool) -> None:
-        self._failures = 1 if first else self._failures + 1
-        short = self.plan.ends_by_itself and self._failures >= SHORT_RUN_TRIES
-        if short or self.plan.exit_on_database_error:
+    def _survive(self, error: Exception) -> None:
+        """Get over an error of the loop; runs that shall end by themselves give up after a few."""
+        pause = self._outage.note(error)
+        short = self.plan.ends_by_itself and self._outage.failures >= SHORT_RUN_TRIES
+        if isinstance(error, Error) and (short or self.plan.exit_on_database_error):
             self._give_up(f"the database {self.plan.using!r} failed: {error}")
+        self._stopping.wait(pause)
 
     # --- the stop -----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections import Counter
@@ -17,13 +16,13 @@ from outbox.database import close_quietly, is_loss
 from outbox.errors import ErrorRecord
 from outbox.leases import Lease, Settled, Settlement, announce, draw_token, settle
 from outbox.models import State
+from outbox.outages import Outage
 from outbox.slots import Slots
 
 logger = logging.getLogger("outbox")
 
 LINGER = 0.02  # seconds that an outcome may wait for company while handlers run
 BUSY_PAUSE = 0.2  # seconds until a row that somebody has locked is tried again
-LONGEST_PAUSE = 5.0  # seconds between two tries while the database is away
 
 
 class Settler:
@@ -51,6 +50,7 @@ class Settler:
         self._done: list[Settled] = []
         self._since = 0.0
         self._later: list[tuple[float, Settlement]] = []
+        self._outage = Outage(using, "The settler")
         self._news = threading.Condition()
         self._stopped = False
         self._thread = threading.Thread(target=self._loop, name="outbox-settler", daemon=True)
@@ -77,34 +77,32 @@ class Settler:
         self._thread.join(timeout)
 
     def _loop(self) -> None:
-        pause = 0.0
-        token, retried = draw_token(), False
-        group: list[Settlement] = []
         try:
-            while group or (group := self._next()) is not None:
+            while (group := self._next()) is not None:
                 try:
-                    self._settle(group, token, recheck=retried)
-                    token, retried, pause, group = draw_token(), False, 0.0, []
-                except Error as error:
-                    if not is_loss(connections[self.using], error):
-                        self._one_by_one(group, error)
-                        token, retried, group = draw_token(), False, []
-                        continue
-                    if not pause:
-                        logger.warning("The database %r is away; %d outcomes wait: %s", self.using, len(group), error)
-                    retried, pause = True, min(LONGEST_PAUSE, pause * 2 or 0.1)
-                    close_quietly(self.using)
-                    if self._stopped and all(each.lease.deadline < time.monotonic() for each in group):
-                        return
-                    time.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, not secrecy
+                    self._write(group)
                 except Exception:
                     logger.exception("The settler failed; %d messages are delivered again.", len(group))
                     for each in group:
                         self._slots.end(each.lease)
-                    group = []
                 reset_queries()
         finally:
             close_quietly(self.using)
+
+    def _write(self, group: list[Settlement]) -> None:
+        """Settle a group, through any outage: until the last lease is over if this process stops, else for ever."""
+        token = draw_token()
+        while True:
+            try:
+                self._settle(group, token, recheck=self._outage.failures > 0)
+                return self._outage.over()
+            except Error as error:
+                if not is_loss(connections[self.using], error):
+                    return self._one_by_one(group, error)
+                pause = self._outage.note(error)
+                if self._stopped and all(each.lease.deadline < time.monotonic() for each in group):
+                    return None
+                time.sleep(pause)
 
     def _next(self) -> list[Settlement] | None:
         """The next group: all there is, once it is worth a transaction. None: stopped and nothing left."""

@@ -19,8 +19,8 @@ LAYERS = [
     {"models", "handlers", "registry", "wakeup", "listening"},
     {"lanes", "intents"},
     {"leases", "operations", "retention"},
-    {"delivery", "heartbeat", "registration", "overview"},
-    {"staging", "recording", "durable", "slots", "workers", "settler", "housekeeping", "dispatcher", "supervisor", "checks", "explain"},
+    {"delivery", "heartbeat", "outages", "registration", "overview"},
+    {"staging", "recording", "durable", "slots", "solitude", "workers", "settler", "housekeeping", "dispatcher", "supervisor", "checks", "explain"},
     {"apps", "admin", "testing", "pytest_plugin", "management", "logs", "migrations"},
     {""},  # outbox/__init__.py: the public names
 ]
