@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import traceback as tracebacks
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from outbox.conf import options
 from outbox.exceptions import Verdict
 from outbox.texts import storable
 
 MAX_LINE = 2000  # characters of one line of a traceback
+MAX_FRAMES = 50  # of each traceback in a chain: the innermost
+MAX_PARTS = 10  # exceptions of a group that are named
+MAX_CHAIN = 200  # exceptions that hang together (causes, members of groups); of more, only the outermost is shown
+MAX_TYPE = 255
+MAX_CODE = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,47 +32,71 @@ class ErrorRecord:
 NO_ERROR = ErrorRecord()
 
 
-def describe(error: BaseException, *, code: str = "", with_traceback: bool = True) -> ErrorRecord:
+def describe(error: BaseException, *, with_traceback: bool = True) -> ErrorRecord:
     """The record of an exception. NUL and surrogates are replaced, long text is cut, a broken ``__str__`` is named."""
-    kind = type(error)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    text = error.reason if isinstance(error, Verdict) else _text(error)
     current = options()
+    code = partial(getattr, error, "code", "") if isinstance(error, Verdict) else str
+    trace = partial(_traceback, error, current.MAX_TRACEBACK_CHARS) if with_traceback else str
     return ErrorRecord(
-        type=storable(name, 255),
-        code=storable(str(code or getattr(error, "code", "") if isinstance(error, Verdict) else code), 100),
-        text=storable(str(text), current.MAX_ERROR_CHARS),
-        traceback=_traceback(error, current.MAX_TRACEBACK_CHARS) if with_traceback else "",
+        type=_text(partial(_dotted_name, type(error)), MAX_TYPE),
+        code=_text(code, MAX_CODE),
+        text=_text(partial(_message, error), current.MAX_ERROR_CHARS),
+        traceback=_text(trace, current.MAX_TRACEBACK_CHARS),
     )
 
 
-def _text(error: BaseException) -> str:
+def _text(make: Callable[[], object], limit: int) -> str:
+    """What ``make`` gives, as storable text. Foreign code that raises in it must not hide that the attempt failed."""
     try:
-        text = str(error)
-    except BaseException as broken:  # whatever a foreign __str__ raises must not hide that the attempt failed
-        return f"<{type(error).__name__} whose text could not be made: {type(broken).__name__}>"
-    if isinstance(error, BaseExceptionGroup):
-        text += " [" + "; ".join(f"{type(each).__name__}: {_text(each)}" for each in error.exceptions[:10]) + "]"
-    return text
+        return storable("".join([str(make())]), limit)  # join: an exact str, whatever a subclass overrides
+    except BaseException as broken:
+        return storable(f"<this text could not be made: {type(broken).__name__}>", limit)
+
+
+def _dotted_name(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _message(error: BaseException) -> object:
+    text = getattr(error, "reason", error) if isinstance(error, Verdict) else str(error)
+    if not isinstance(error, BaseExceptionGroup):
+        return text
+    limit = options().MAX_ERROR_CHARS
+    parts = [f"{type(each).__name__}: {_text(partial(str, each), limit)}" for each in error.exceptions[:MAX_PARTS]]
+    return f"{text} [{'; '.join(parts)}]"
 
 
 def _traceback(error: BaseException, limit: int) -> str:
-    """The end of the traceback matters most: when it is too long, the beginning goes."""
-    try:
-        lines = list(_lines(error))
-    except BaseException as broken:
-        return f"<no traceback: {type(broken).__name__}>"
-    kept: list[str] = []
-    room = limit
+    """The end of a traceback matters most: when it is too long, the beginning goes."""
+    if _is_endless(error):
+        lines = [*tracebacks.format_tb(error.__traceback__, limit=-MAX_FRAMES), f"{type(error).__name__}: […]\n"]
+    else:
+        lines = list(tracebacks.TracebackException.from_exception(error, limit=-MAX_FRAMES).format())
+    return "".join(reversed(list(_last(lines, limit))))
+
+
+def _is_endless(error: BaseException) -> bool:
+    """Whether too many exceptions hang together; groups within groups multiply, and Python would format them all."""
+    left, seen = [error], {id(error)}
+    for _ in range(MAX_CHAIN):
+        if not left:
+            return False
+        each = left.pop()
+        if isinstance(each, BaseExceptionGroup):
+            left += each.exceptions
+        for link in (each.__cause__, each.__context__):
+            if link is not None and id(link) not in seen:
+                seen.add(id(link))
+                left.append(link)
+    return bool(left)
+
+
+def _last(lines: list[str], limit: int) -> Iterator[str]:
+    """The last lines, backwards, as far as they fit."""
     for line in reversed(lines):
-        room -= len(line)
-        if room < 0:
-            kept.append("[…]\n")
-            break
-        kept.append(line)
-    return storable("".join(reversed(kept)), limit)
-
-
-def _lines(error: BaseException) -> Iterator[str]:
-    for line in tracebacks.TracebackException.from_exception(error, limit=-50).format():
-        yield line if len(line) <= MAX_LINE else line[:MAX_LINE] + "…\n"
+        short = line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}…\n"
+        limit -= len(short)
+        if limit < 0:
+            yield "[…]\n"
+            return
+        yield short
