@@ -35,7 +35,9 @@ from outbox.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from outbox.durable import DurableCommand, Effect, PostCommitResult
-    from outbox.staging import Intent, Staged, astage, stage, stage_many
+    from outbox.intents import Intent
+    from outbox.recording import Staged
+    from outbox.staging import astage, stage, stage_many
 
 __all__ = [
     "Bury",
@@ -68,8 +70,8 @@ _NEED_MODELS = {
     "DurableCommand": "outbox.durable",
     "Effect": "outbox.durable",
     "PostCommitResult": "outbox.durable",
-    "Intent": "outbox.staging",
-    "Staged": "outbox.staging",
+    "Intent": "outbox.intents",
+    "Staged": "outbox.recording",
     "astage": "outbox.staging",
     "stage": "outbox.staging",
     "stage_many": "outbox.staging",

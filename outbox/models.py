@@ -9,8 +9,8 @@
           dead, discarded ─────┘   retry, snooze, release,
                                    or the lease runs out
 
-Only ``state`` is stored. *Due, scheduled, retrying, in flight, waiting* are derived from ``due_at``, the lease token and
-``spent`` by the querysets below. This module does not write: `leases`, `lanes`, `operations` and `retention` do.
+Only ``state`` is stored. *Due, scheduled, retrying, in flight, waiting* are derived from ``due_at``, the lease token
+and ``spent`` by the querysets below. This module does not write: `leases`, `lanes`, `operations`, `retention` do.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Message(models.Model):
     payload_version = models.PositiveIntegerField(_("payload version"), default=1)
     headers = JsonTextField(_("headers"), null=True)
     digest = models.BinaryField(_("digest"), max_length=16)
-    ordering_key = ExactCharField(_("ordering key"), max_length=255, null=True)  # noqa: DJ001 - "" is no key, None is none
+    ordering_key = ExactCharField(_("ordering key"), max_length=255, null=True)
     staged_at = InstantField(_("staged at"))
     deliver_at = InstantField(_("deliver at"), null=True)
     expires_at = InstantField(_("expires at"), null=True)

@@ -36,7 +36,7 @@ class Outage:
             logger.error("%s: a round failed; it goes on.", self.who, exc_info=error)
         if isinstance(error, Error):
             close_quietly(self.using)
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self.failures - 1, 10))
+        pause: float = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self.failures - 1, 10))
         return pause * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not secrecy
 
     def over(self) -> None:

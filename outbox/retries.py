@@ -41,7 +41,7 @@ class RetryPolicy:
             delay *= self.factor
         return min(delay, self.cap)
 
-    def delay(self, failures: int, source: RandomSource = random) -> float | None:  # type: ignore[assignment]
+    def delay(self, failures: int, source: RandomSource = random) -> float | None:
         """Seconds to wait after so many failures, or None: the budget is spent."""
         if failures >= self.max_attempts:
             return None

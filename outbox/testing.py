@@ -32,10 +32,10 @@ from outbox.database import ServerNow, server_now
 from outbox.exceptions import InvalidIntent, Verdict
 from outbox.fields import to_micros
 from outbox.handlers import Handler, Topic
-from outbox.registry import Registry, registry
 from outbox.leases import Claimer, Lease, Settled, announce, settle
 from outbox.models import Message, Outcome, State
 from outbox.registration import worker_name
+from outbox.registry import Registry, registry
 
 LEASE = 3600.0  # seconds; nobody renews it
 MOST = 10_000  # attempts of a drain() without limit

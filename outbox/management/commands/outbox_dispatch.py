@@ -175,7 +175,7 @@ def _run(dispatchers: list[Dispatcher], stop_event: threading.Event | None) -> l
     """Run each dispatcher in a thread of its own, so that this one is free for signals, whatever the database does."""
     codes: list[int] = []
     threads = [
-        threading.Thread(target=lambda each=each: codes.append(each.run()), name="outbox-loop", daemon=True)  # type: ignore[misc]
+        threading.Thread(target=lambda each=each: codes.append(each.run()), name="outbox-loop", daemon=True)
         for each in dispatchers
     ]
     for thread in threads:

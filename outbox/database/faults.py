@@ -1,0 +1,66 @@
+"""What a database error means: do it again, somebody was first, or the connection is gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.db import Error, InterfaceError, InternalError, OperationalError, connections
+
+
+def code_of(error: BaseException) -> int | str | None:
+    """SQLSTATE on PostgreSQL, the error number on MySQL and SQLite."""
+    cause = error.__cause__ or error
+    for name in ("sqlstate", "pgcode", "sqlite_errorcode"):
+        code = getattr(cause, name, None)
+        if code is not None:
+            return code & 0xFF if isinstance(code, int) else str(code)
+    first = cause.args[0] if cause.args else None
+    return first if isinstance(first, int) else None
+
+
+RACES: dict[str, set[int | str]] = {
+    "postgresql": {"40001", "40P01", "55P03", "23505"},  # serialization, deadlock, lock timeout, unique (holder)
+    "mysql": {1205, 1213, 1062, 1020},  # lock wait timeout, deadlock, duplicate (holder), record changed
+    "sqlite": {5, 6, 19},  # busy, locked, constraint (holder)
+}
+LOSSES: dict[str, set[int | str]] = {
+    "postgresql": {"57P01", "57P02", "57P03", "57P05", "25P03", "25006", "53300"},  # stop, idle, read-only, full
+    "mysql": {1040, 1053, 1152, 1153, 1158, 1159, 1160, 1161, 1290, 1836, 1927, 2002, 2003, 2006, 2013, 2055},
+    "sqlite": set(),
+}
+
+
+def is_race(connection: Any, error: BaseException) -> bool:
+    """Whether the statement was refused only because of somebody else's transaction."""
+    return code_of(error) in RACES.get(connection.vendor, set())
+
+
+def is_duplicate(connection: Any, error: BaseException) -> bool:
+    """Whether a unique constraint refused the statement."""
+    return code_of(error) in {"postgresql": ("23505",), "mysql": (1062,), "sqlite": (19,)}.get(connection.vendor, ())
+
+
+def is_loss(connection: Any, error: BaseException) -> bool:
+    """Whether the database went away: close the connection in this thread and try again later.
+
+    A fail-over to a read-only server (InternalError) counts, so does any error of a connection that is closed now.
+    """
+    if isinstance(error, InterfaceError):
+        return True
+    code = code_of(error)
+    if code in LOSSES.get(connection.vendor, set()) or (isinstance(code, str) and code.startswith("08")):
+        return True
+    if isinstance(error, (OperationalError, InternalError)):
+        return code is None or connection.connection is None or not connection.is_usable()
+    return isinstance(error, Error) and getattr(connection.connection, "closed", False) is True
+
+
+def close_quietly(using: str) -> None:
+    """Drop this thread's connection, whatever state it is in; the next use opens a new one."""
+    connection = connections[using]
+    try:
+        connection.close()
+    except Error:
+        pass  # it is gone already: that is what was wanted
+    if connection.connection is not None and not connection.in_atomic_block:
+        connection.connection = None
