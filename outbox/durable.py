@@ -75,9 +75,9 @@ class DurableCommand:
             _check_value(value)
             if callable(effects):
                 ready = _prepare(effects(value))
-            staged = write(using, [each for each, _ in ready], deliver=False) if ready else []
-            committed = not transaction.get_rollback(using=using)
-        if not committed:
+            rolled_back = transaction.get_rollback(using=using)
+            staged = [] if rolled_back else write(using, [each for each, _ in ready], deliver=False)
+        if rolled_back:
             return PostCommitResult(value=value, business_committed=False, completed_effects=(), pending_effects=())
         return _deliver(using, value, ready, staged)
 
