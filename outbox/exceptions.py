@@ -4,7 +4,7 @@
 
     Exception
     ├── OutboxError
-    │   ├── NotInTransaction        stage() without the caller's open atomic block
+    │   ├── NotInTransaction        stage() without the caller's open atomic block, astage() within one
     │   ├── EventKeyConflict        the event key exists with different content
     │   ├── InvalidIntent           (ValueError) a key, header or time that cannot be stored
     │   │   ├── InvalidPayload      a payload that JSON or a database cannot hold
@@ -36,7 +36,7 @@ class OutboxError(Exception):
 
 
 class NotInTransaction(OutboxError):
-    """``stage()`` was called without an open ``atomic()`` block of the caller on that alias."""
+    """``stage()`` outside an ``atomic()`` block of the caller, or ``astage()`` and durable commands inside one."""
 
 
 class EventKeyConflict(OutboxError):
@@ -74,7 +74,7 @@ class NotConfirmed(OutboxError):
 class PostCommitEffectError(OutboxError):
     """The business transaction committed, but at least one immediate delivery failed.
 
-    ``result`` is the `PostCommitResult`, ``errors`` the exceptions by event key. The dispatcher delivers what is pending.
+    ``result`` is the `PostCommitResult`, ``errors`` the exceptions by event key. A dispatcher delivers what is pending.
     """
 
     def __init__(self, result: PostCommitResult, errors: dict[str, BaseException]) -> None:
@@ -97,7 +97,7 @@ class Verdict(Exception):
 
 
 class Retry(Verdict):
-    """Count a failure and try again, ``after`` seconds (or a timedelta) from now; by default after the handler's backoff."""
+    """Count a failure and try again ``after`` seconds (or a timedelta); by default after the handler's backoff."""
 
     def __init__(self, reason: str = "", *, after: float | timedelta | None = None, code: str = "") -> None:
         super().__init__(reason, code)

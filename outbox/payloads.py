@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from datetime import time as time_of_day
 from decimal import Decimal
@@ -77,11 +78,11 @@ def headers(value: object, what: str = "headers") -> JsonText | None:
     """JSON of headers, or None when there are none. Their names are strings with the rules of an event key."""
     if value is None:
         return None
-    if not isinstance(value, dict):
+    if not isinstance(value, Mapping):
         raise InvalidPayload(f"{what} must be a dict, not {_type(value)}.")
     for name in value:
         key(name, f"A name in {what}")
-    return encode(value, what, "MAX_HEADERS_BYTES") if value else None
+    return encode(dict(value), what, "MAX_HEADERS_BYTES") if value else None
 
 
 def key(value: object, what: str) -> str:

@@ -166,7 +166,7 @@ def _after_commit(using: str, told: Sequence[Told], deliver: bool) -> None:
     Dispatchers do not hear of what is delivered here, or they would run for it; of a failure `delivery` tells them.
     """
     with _contained("Receivers could not be told of staged messages"):
-        if signals.staged.has_listeners():
+        if signals.staged.has_listeners(signals.Event):
             for each in told:
                 signals.send(signals.staged, _event(using, each))
     here = [each.id for each in told if each.draft.deliver_now]

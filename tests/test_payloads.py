@@ -367,6 +367,7 @@ def test_the_largest_payload_version_fits_the_column():
 def test_headers_keep_any_json_value_under_names_that_are_strings():
     """P14."""
     assert payloads.headers({"trace": "t1", "n": 1, "tags": ["a"]}) == '{"trace":"t1","n":1,"tags":["a"]}'
+    assert payloads.headers(MappingProxyType({"trace": "t1"})) == '{"trace":"t1"}'
     assert payloads.headers(None) is None
     assert payloads.headers({}) is None
 

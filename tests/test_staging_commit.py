@@ -209,12 +209,12 @@ def test_the_signal_tells_of_the_message_as_it_was_stored():
     def receive(sender, event, **rest):
         events.append(event)
 
-    signals.staged.connect(receive)
+    signals.staged.connect(receive, sender=signals.Event)
     try:
         with transaction.atomic():
             stage("order.paid", (1, {2: "b"}), event_key="k", ordering_key="o", headers={"h": 1}, payload_version=3)
     finally:
-        signals.staged.disconnect(receive)
+        signals.staged.disconnect(receive, sender=signals.Event)
     [event] = events
     row = Message.objects.get()
     told = event.message
