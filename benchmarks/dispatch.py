@@ -41,7 +41,10 @@ def raw_loop(connection: Any, batch: int = BATCH) -> int:
             ids = [row[0] for row in cursor.fetchall()]
         else:
             cursor.execute("BEGIN")
-            cursor.execute(due.replace("SELECT id", "SELECT id, payload") + (" FOR UPDATE SKIP LOCKED" * (connection.vendor == "mysql")))
+            cursor.execute(
+                due.replace("SELECT id", "SELECT id, payload")
+                + (" FOR UPDATE SKIP LOCKED" * (connection.vendor == "mysql"))
+            )
             ids = [row[0] for row in cursor.fetchall()]
             if ids:
                 cursor.execute(f"{lease} WHERE id IN ({', '.join(map(str, ids))})")

@@ -66,7 +66,9 @@ def empty(connection: Any) -> None:
             cursor.execute(f"DELETE FROM {table}" if connection.vendor == "sqlite" else f"TRUNCATE TABLE {table}")
 
 
-def fill(connection: Any, rows: int, *, prefix: str, topic: str, state: str = "pending", due: str = "now", **more: str) -> None:
+def fill(
+    connection: Any, rows: int, *, prefix: str, topic: str, state: str = "pending", due: str = "now", **more: str
+) -> None:
     """Insert rows by one statement. ``due``: "now", "tomorrow" or "never"; ``more``: further columns as SQL of ``n``."""
     now = time.time_ns() // 1000
     due_sql = {"now": f"{now}", "tomorrow": f"{now + 86_400_000_000}", "never": "NULL"}[due]
@@ -77,7 +79,7 @@ def fill(connection: Any, rows: int, *, prefix: str, topic: str, state: str = "p
         "topic": f"'{topic}'",
         "handler": f"'{topic}'",
         "route": f"'{topic}'",
-        "payload": "'{\"order_id\":1,\"total\":\"129.90\"}'",
+        "payload": '\'{"order_id":1,"total":"129.90"}\'',
         "payload_version": "1",
         "headers": "'{}'",
         "digest": "'0123456789abcdef'" + ("::bytea" if connection.vendor == "postgresql" else ""),
@@ -101,7 +103,9 @@ def fill(connection: Any, rows: int, *, prefix: str, topic: str, state: str = "p
         "mysql": f"(SELECT seq AS n FROM seq_1_to_{rows}) AS g",
         "sqlite": f"(WITH RECURSIVE g(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM g WHERE n < {rows}) SELECT n FROM g)",
     }[connection.vendor]
-    columns = ", ".join("`position`" if name == "position" and connection.vendor == "mysql" else name for name in values)
+    columns = ", ".join(
+        "`position`" if name == "position" and connection.vendor == "mysql" else name for name in values
+    )
     with connection.cursor() as cursor:
         cursor.execute(f"INSERT INTO outbox_message ({columns}) SELECT {', '.join(values.values())} FROM {source}")
         if connection.vendor == "postgresql":

@@ -46,8 +46,8 @@ IMMEDIATE_MARGIN = 10.0  # seconds of lease beyond the handler's timeout, for th
 def run(lease: Lease, function: Callable[[Envelope], Any] | None = None) -> Settlement | Settled:
     """Call the handler of a lease (or ``function`` in its place) in this thread and judge what came of it.
 
-    Returns what shall be written; an ``atomic`` handler that succeeded has written it itself. Raises nothing: whatever a
-    handler raises, even SystemExit, is a failed attempt.
+    Returns what shall be written; an ``atomic`` handler that succeeded has written it itself. Raises nothing: whatever
+    a handler raises, even SystemExit, is a failed attempt.
     """
     marks = bookmark()
     started = time.monotonic()
@@ -62,8 +62,8 @@ def run(lease: Lease, function: Callable[[Envelope], Any] | None = None) -> Sett
     leaked = restore(marks)
     if leaked and not isinstance(result, BaseException):
         result = LeakedTransaction(
-            f"Handler {lease.handler.name!r} left a transaction open on {', '.join(sorted(leaked))}: it was rolled back. "
-            "Use transaction.atomic() as a context manager."
+            f"Handler {lease.handler.name!r} left a transaction open on {', '.join(sorted(leaked))}, which was rolled "
+            "back. Use transaction.atomic() as a context manager."
         )
     return judge(lease, result, time.monotonic() - started)
 
@@ -165,13 +165,9 @@ def release(lease: Lease, outcome: Outcome = Outcome.RELEASED, *, duration: floa
     return Settlement(lease=lease, outcome=outcome, refund=True, duration=duration)
 
 
-def _failure(
-    lease: Lease, error: BaseException, duration: float | None, *, wait: float | None = None
-) -> Settlement:
+def _failure(lease: Lease, error: BaseException, duration: float | None, *, wait: float | None = None) -> Settlement:
     delay = lease.handler.policy.delay(max(lease.message.spent, 1))
-    settlement = Settlement(
-        lease=lease, outcome=Outcome.FAILED, error=describe(error), cause=error, duration=duration
-    )
+    settlement = Settlement(lease=lease, outcome=Outcome.FAILED, error=describe(error), cause=error, duration=duration)
     if delay is None:
         return replace(settlement, state=State.DEAD, reason=Reason.EXHAUSTED)
     return replace(settlement, wait=delay if wait is None else wait)
@@ -207,9 +203,7 @@ class Immediate:
     error: BaseException | None = None
 
 
-def deliver_now(
-    using: str, ids: Sequence[int], *, deliver: Callable[[Envelope], Any] | None = None
-) -> list[Immediate]:
+def deliver_now(using: str, ids: Sequence[int], *, deliver: Callable[[Envelope], Any] | None = None) -> list[Immediate]:
     """Deliver messages in this thread, right after their commit, through the same claim as any dispatcher.
 
     One attempt each, in place of the handler by ``deliver`` if given. A failure makes the message due again at once, at
@@ -241,7 +235,8 @@ def _deliver_one(using: str, pk: int, deliver: Callable[[Envelope], Any] | None)
         announce([outcome])
         return Immediate(message_id=pk, status="delivered")
     if outcome.outcome == Outcome.FAILED:
-        outcome = replace(outcome, outcome=Outcome.RELEASED, state=State.PENDING, reason=Reason.NONE, wait=0.0, refund=True)
+        released = replace(outcome, outcome=Outcome.RELEASED, state=State.PENDING, reason=Reason.NONE)
+        outcome = replace(released, wait=0.0, refund=True)
     settled = settle(using, [outcome])
     announce(settled)
     if settled[0].status == "settled" and outcome.state in (State.DELIVERED, State.DISCARDED):

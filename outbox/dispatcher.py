@@ -199,9 +199,7 @@ class Dispatcher:
         if self._settler.soonest <= time.monotonic():
             self._settler.soonest = float("inf")
         alone = self._slots.holds_nothing()
-        claim = self._claimer.claim(
-            want.limit, seconds=self.plan.lease, start=want.start, room=want.room, alone=alone
-        )
+        claim = self._claimer.claim(want.limit, seconds=self.plan.lease, start=want.start, room=want.room, alone=alone)
         self._passes += 1
         if self._left is not None:
             self._left -= len(claim.leases)

@@ -25,8 +25,8 @@ WARN_BEFORE = 0.1  # of a lease: handlers are told so long before their lease ma
 class Heartbeat:
     """Renews ``held()`` every third of a lease.
 
-    ``report`` is called after each beat (the registration), ``works()`` tells when another statement of this process last
-    succeeded (monotonic), ``give_up(reason)`` is called once when renewal alone keeps failing.
+    ``report`` is called after each beat (the registration), ``works()`` tells when another statement of this process
+    last succeeded (monotonic), ``give_up(reason)`` is called when renewal alone keeps failing.
     """
 
     def __init__(

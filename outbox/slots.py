@@ -1,4 +1,4 @@
-"""What one dispatcher process holds, and what may start next: bookkeeping in memory, no database, no threads of its own.
+"""What one dispatcher process holds, and what may start next: bookkeeping in memory, without a database.
 
 A lease is *queued* (claimed, not charged: its handler has not started), *ready* (charged, waits for a worker thread),
 *running*, or *ending* (its outcome is being settled). The heartbeat renews all of them. A slot is occupied from the
@@ -168,9 +168,8 @@ class Slots:
         """Running leases whose handlers are out of time; their slots are free now, their threads are not."""
         now = time.monotonic()
         with self._lock:
-            overdue = [
-                ran for ran in self._running.values() if not ran.abandoned and now - ran.started > ran.lease.handler.timeout
-            ]
+            active = [ran for ran in self._running.values() if not ran.abandoned]
+            overdue = [ran for ran in active if now - ran.started > ran.lease.handler.timeout]
             for ran in overdue:
                 ran.abandoned = True
                 self._vacate(ran.lease)
@@ -187,15 +186,13 @@ class Slots:
         """Every lease to renew; an abandoned one only in a lane, where nobody may start before its thread has ended."""
         with self._lock:
             queued = [lease for leases in self._queued.values() for lease in leases]
-            running = [
-                ran.lease for ran in self._running.values() if not ran.abandoned or ran.lease.message.lane is not None
-            ]
-            return [*queued, *self._ready, *running, *self._ending]
+            return [*queued, *self._ready, *self.interrupted(), *self._ending]
 
     def interrupted(self) -> list[Lease]:
         """Leases whose handlers still run, without those that were abandoned and settled before."""
         with self._lock:
-            return [ran.lease for ran in self._running.values() if not ran.abandoned or ran.lease.message.lane is not None]
+            running = self._running.values()
+            return [ran.lease for ran in running if not ran.abandoned or ran.lease.message.lane is not None]
 
     def abandoned(self) -> int:
         """How many threads are stuck in handlers that ran out of time."""

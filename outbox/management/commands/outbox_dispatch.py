@@ -42,8 +42,8 @@ def positive(text: str) -> int:
 
 class Command(BaseCommand):
     help = (
-        "Deliver staged messages until stopped. The first SIGTERM or SIGINT stops claiming, lets running handlers finish "
-        "within the grace and exits with 0; the second exits at once with 128 + the signal's number."
+        "Deliver staged messages until stopped. The first SIGTERM or SIGINT stops claiming, lets running handlers "
+        "finish within the grace and exits with 0; the second exits at once with 128 + the signal's number."
     )
     stealth_options = ("stop_event",)
 
@@ -122,7 +122,8 @@ def _selected(topics: list[str], excluded: list[str]) -> list[Handler]:
         )
     if registry.duplicates:
         names = ", ".join(sorted({each.name for each in registry.duplicates}))
-        raise CommandError(f"Several handlers are named {names}. Give each its own: @handler(..., name=…).", returncode=1)
+        hint = "Give each its own: @handler(..., name=…)."
+        raise CommandError(f"Several handlers are named {names}. {hint}", returncode=1)
     handlers = [
         each
         for each in registry.handlers()
