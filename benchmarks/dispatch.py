@@ -23,14 +23,15 @@ CONCURRENCY = 100
 
 
 def raw_loop(connection: Any, batch: int = BATCH) -> int:
-    """Claim and complete everything that is due, with the driver's own cursor and nothing besides; returns the count."""
+    """Claim and complete everything that is due with the driver's own cursor; returns the count."""
     now = {
         "postgresql": "(extract(epoch from statement_timestamp()) * 1000000)::bigint",
         "mysql": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))",
         "sqlite": str(time.time_ns() // 1000),
     }[connection.vendor]
     due = f"SELECT id FROM outbox_message WHERE route = '{TOPIC}' AND due_at <= {now} ORDER BY due_at, id LIMIT {batch}"
-    lease = f"UPDATE outbox_message SET due_at = {now} + 60000000, lease_token = 7, attempt = attempt + 1, spent = spent + 1"
+    counters = "attempt = attempt + 1, spent = spent + 1"
+    lease = f"UPDATE outbox_message SET due_at = {now} + 60000000, lease_token = 7, {counters}"
     done = "UPDATE outbox_message SET state = 'delivered', due_at = NULL, lease_token = NULL, settled_at = 1"
     connection.ensure_connection()
     cursor = connection.connection.cursor()
@@ -110,7 +111,7 @@ def main() -> int:
 
 
 def compare(connection: Any, rows: int, rounds: int, *, keep: str) -> tuple[list[float], list[float]]:
-    """Rates of the bare loop and of the dispatcher, in turns; with ``keep`` what was there stays, and only ours runs."""
+    """Rates of the bare loop and of the dispatcher, in turns; with ``keep`` the rows stay, and only ours runs."""
     bare, ours = [], []
     for number in range(rounds):
         if not keep:

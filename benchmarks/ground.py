@@ -69,7 +69,7 @@ def empty(connection: Any) -> None:
 def fill(
     connection: Any, rows: int, *, prefix: str, topic: str, state: str = "pending", due: str = "now", **more: str
 ) -> None:
-    """Insert rows by one statement. ``due``: "now", "tomorrow" or "never"; ``more``: further columns as SQL of ``n``."""
+    """Insert rows by one statement. ``due``: "now", "tomorrow", "never"; ``more``: further columns as SQL of ``n``."""
     now = time.time_ns() // 1000
     due_sql = {"now": f"{now}", "tomorrow": f"{now + 86_400_000_000}", "never": "NULL"}[due]
     concat = f"CONCAT('{prefix}', n)" if connection.vendor == "mysql" else f"'{prefix}' || n"

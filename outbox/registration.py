@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -13,6 +14,7 @@ from functools import lru_cache
 from django.db import Error
 
 from outbox.database import ServerNow
+from outbox.fields import JsonText
 from outbox.models import Dispatcher
 from outbox.texts import storable
 from outbox.version import __version__
@@ -56,7 +58,7 @@ class Registration:
                 host=storable(socket.gethostname(), 255),
                 pid=os.getpid(),
                 version=__version__,
-                handlers=list(self.handlers),
+                handlers=JsonText(json.dumps(list(self.handlers))),
                 concurrency=self.concurrency,
                 started_at=now,
                 **changing,
