@@ -411,6 +411,7 @@ def test_a_timedelta_counts_from_the_staging():
     assert payloads.instant(timedelta(0), "deliver_at") == FromNow(0)
 
 
+@override_settings(USE_TZ=True)
 def test_a_naive_datetime_is_refused_under_use_tz():
     with pytest.raises(InvalidIntent, match="without a time zone"):
         payloads.instant(datetime(2030, 1, 1), "expires_at")

@@ -287,6 +287,7 @@ def test_a_statement_that_the_server_would_answer_by_hanging_up_is_never_sent():
     ],
     ids=str,
 )
+@override_settings(USE_TZ=True)
 def test_a_bad_argument_is_refused_by_name_and_harms_nothing(arguments, fact):
     with transaction.atomic():
         with no_sql(), pytest.raises(InvalidIntent, match=fact) as caught:
