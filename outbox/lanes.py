@@ -11,14 +11,14 @@ wake-up cannot be lost. Lock order: own row, then the head of the same lane.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from django.db import connections
 from django.db.models import F
 
-from outbox.database import ServerNow, Stale, due_candidates, locked, with_clock
+from outbox.database import Among, ServerNow, Stale, due_candidates, locked, with_clock
 from outbox.models import Message, State
 
 LOOKS = 3  # at a lane that changes under our eyes, before the transaction is done again
@@ -61,15 +61,14 @@ def heads(using: str, rows: Collection[int], *, without_self: bool = False) -> d
     """
     connection = connections[using]
     name = connection.ops.quote_name(_TABLE)
-    marks = ", ".join(["%s"] * len(rows))
+    ids = ", ".join(str(int(pk)) for pk in rows)
     other = "AND h.id <> p.id" if without_self else ""
     with connection.cursor() as cursor:
         cursor.execute(
             f"SELECT p.lane, (SELECT CASE WHEN h.lane = p.lane THEN h.id END FROM {name} h "
             f"WHERE h.lane >= p.lane {other} ORDER BY h.lane, h.id LIMIT 1), "
             f"(SELECT k.id FROM {name} k WHERE k.holder = p.lane) "
-            f"FROM {name} p WHERE p.id IN ({marks}) AND p.lane IS NOT NULL",
-            list(rows),
+            f"FROM {name} p WHERE p.id IN ({ids}) AND p.lane IS NOT NULL"
         )
         return {lane: (head, holder) for lane, head, holder in cursor.fetchall()}
 
@@ -95,7 +94,7 @@ def targets(using: str, picked: Iterable[Message], routes: Collection[str]) -> T
     wanted = {lane: one for lane, (head, holder) in found.items() if (one := holder or head) is not None}
     missing = [pk for pk in wanted.values() if pk not in obtained]
     if missing:
-        look = with_clock(Message.objects.using(using).filter(pk__in=missing).order_by("pk"))
+        look = with_clock(Message.objects.using(using).filter(Among(missing)).order_by("pk"))
         obtained.update({row.pk: row for row in locked(look)})
     for lane, rows in by_lane.items():
         target = obtained.get(wanted[lane])
@@ -128,7 +127,7 @@ def park(using: str, behind: dict[int, Followers]) -> None:
     ids = [row.pk for row in rows]
     ids += [pk for pk, lane in _more(using, crowded).items() if pk > behind[lane].floor]
     if ids:
-        due = Message.objects.using(using).filter(pk__in=ids, state=State.PENDING, due_at__lte=ServerNow(), holder=None)
+        due = Message.objects.using(using).filter(Among(ids), state=State.PENDING, due_at__lte=ServerNow(), holder=None)
         due.update(due_at=None, lease_token=None)
 
 
@@ -136,7 +135,7 @@ def snooze(using: str, rows: dict[int, list[Message]], micros: int) -> None:
     """Look at these lanes later: one row that stays locked must not fill every claim with its followers' knocks."""
     ids = [row.pk for each in rows.values() for row in each] + list(_more(using, rows))
     if ids:
-        due = Message.objects.using(using).filter(pk__in=ids, state=State.PENDING, due_at__lte=ServerNow())
+        due = Message.objects.using(using).filter(Among(ids), state=State.PENDING, due_at__lte=ServerNow())
         due.filter(lease_token=None).update(due_at=ServerNow() + micros)
 
 
@@ -147,27 +146,27 @@ def _more(using: str, crowded: dict[int, list[Message]]) -> dict[int, int]:
     known = {row.pk for rows in crowded.values() for row in rows}
     window = due_candidates(using, _TABLE, sorted({row.route for rows in crowded.values() for row in rows}), WINDOW)
     ids = [pk for _, pk, lane, _, _ in window if lane in crowded and pk not in known]
-    due = Message.objects.using(using).filter(pk__in=ids, state=State.PENDING, due_at__lte=ServerNow())
+    due = Message.objects.using(using).filter(Among(ids), state=State.PENDING, due_at__lte=ServerNow())
     return {row.pk: row.lane for row in locked(due.order_by("pk").only("lane")) if row.lane is not None} if ids else {}
 
 
 # --- the settlement ---------------------------------------------------------------------------------------------------
 
 
-def successors(using: str, rows: Sequence[Message], *, wait: bool, whole: bool = False) -> Successors:
-    """The oldest other row of the lane of each of these locked rows, locked as well; None where there is no other.
+def successors(using: str, rows: Mapping[int, int], *, wait: bool, whole: bool = False) -> Successors:
+    """By lane the oldest row other than the given one, locked as that one is already; None where there is no other.
 
     Without ``wait`` a lane is left out when its next row is locked by somebody: it must be tried again, for whoever
     goes on without that lock may rely on a row that is being settled. ``whole``: load all columns.
     """
     found: Successors = {}
-    left = {row.lane: row.pk for row in rows if row.lane is not None}
+    left = dict(rows)
     for _ in range(LOOKS):
         if not left:
             return found
         next_of = {lane: head for lane, (head, _) in heads(using, left.values(), without_self=True).items()}
         ids = [head for head in next_of.values() if head is not None]
-        look = with_clock(Message.objects.using(using).filter(pk__in=ids).order_by("pk"))
+        look = with_clock(Message.objects.using(using).filter(Among(ids)).order_by("pk"))
         rows_of = locked(look if whole else look.only(*_COLUMNS), skip=not wait)
         obtained = {row.pk: row for row in rows_of} if ids else {}
         changed = {}
@@ -183,12 +182,12 @@ def successors(using: str, rows: Sequence[Message], *, wait: bool, whole: bool =
     return found
 
 
-def has_its_turn(head: Message, *, after: Message, stays: bool) -> bool:
+def has_its_turn(head: Message, *, after: int, stays: bool) -> bool:
     """Whether a locked successor may start now that another row of its lane was settled.
 
     Not while it waits or blocks; and not while the settled row ``stays`` in the lane, and comes first.
     """
-    if head.state != State.PENDING or (stays and after.pk < head.pk):
+    if head.state != State.PENDING or (stays and after < head.pk):
         return False
     return head.due_at is None or head.due_at <= head.clock
 
@@ -196,7 +195,7 @@ def has_its_turn(head: Message, *, after: Message, stays: bool) -> bool:
 def wake(using: str, ids: Collection[int]) -> None:
     """Make parked rows due, so that a claim looks at their lanes."""
     if ids:
-        parked = Message.objects.using(using).filter(pk__in=ids, state=State.PENDING, due_at=None, lease_token=None)
+        parked = Message.objects.using(using).filter(Among(ids), state=State.PENDING, due_at=None, lease_token=None)
         parked.update(due_at=ServerNow())
 
 

@@ -11,7 +11,7 @@ from outbox.database.features import (
     tables_without_transactions,
     unsupported,
 )
-from outbox.database.statements import ROUTES_PER_STATEMENT, due_candidates, due_routes, locked
+from outbox.database.statements import ROUTES_PER_STATEMENT, Among, due_candidates, due_routes, locked
 from outbox.database.transactions import (
     TRIES,
     Stale,
@@ -28,6 +28,7 @@ __all__ = [
     "RACES",
     "ROUTES_PER_STATEMENT",
     "TRIES",
+    "Among",
     "ServerNow",
     "Stale",
     "again",

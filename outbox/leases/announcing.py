@@ -9,7 +9,7 @@ from django.dispatch import Signal
 from outbox.handlers import LeaseView
 from outbox.leases.lease import envelope
 from outbox.leases.outcomes import Closing, Settled
-from outbox.models import Outcome, State
+from outbox.models import Message, Outcome, State
 from outbox.signals import Event, buried, delivered, discarded, lease_lost, released, retried, send, snoozed
 
 _BY_STATE = {State.DELIVERED: delivered, State.DEAD: buried, State.DISCARDED: discarded}
@@ -43,9 +43,8 @@ def announce(results: Sequence[Settled]) -> None:
         send(lease_lost if each.status == "lost" else _signal(done.state, done.outcome), event)
 
 
-def event_of(using: str, closing: Closing) -> tuple[Signal, Event]:
+def event_of(using: str, row: Message, closing: Closing) -> tuple[Signal, Event]:
     """The signal of what a claim settled itself: a message that expired, or whose lease ran out."""
-    row = closing.row
     event = Event(
         message=envelope(row, LeaseView(row.attempt)),
         handler=row.handler,
@@ -56,7 +55,7 @@ def event_of(using: str, closing: Closing) -> tuple[Signal, Event]:
         error_code=closing.error.code,
         error_text=closing.error.text,
         due_at=closing.due_at if closing.state == State.PENDING else None,
-        worker=row.leased_by,
+        worker=closing.worker,
     )
     return _signal(closing.state, closing.outcome), event
 

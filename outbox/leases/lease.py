@@ -12,7 +12,7 @@ from typing import Any
 
 from django.db.models import Case, F, Q, When
 
-from outbox.database import ServerNow, Stale
+from outbox.database import Among, ServerNow, Stale
 from outbox.handlers import Envelope, Handler, LeaseView
 from outbox.models import Message, State
 
@@ -79,7 +79,7 @@ def fence(pairs: Iterable[tuple[int, int | None]]) -> Q:
     by_token: dict[int | None, list[int]] = {}
     for pk, token in pairs:
         by_token.setdefault(token, []).append(pk)
-    parts = (Q(pk__in=ids, lease_token=token) for token, ids in by_token.items())
+    parts = (Q(Among(ids), lease_token=token) for token, ids in by_token.items())
     return Q(state=State.PENDING) & reduce(or_, parts)
 
 
@@ -97,7 +97,7 @@ def grant(
     micros = int(seconds * 1_000_000)
     changed = (
         Message.objects.using(using)
-        .filter(free, pk__in=[row.pk for row, _ in rows], state=State.PENDING)
+        .filter(free, Among(row.pk for row, _ in rows), state=State.PENDING)
         .update(
             # MySQL assigns from left to right and reads what it has just assigned: lapses before lease_token.
             lapses=Case(When(lease_token=None, then=F("lapses")), default=F("lapses") + 1),

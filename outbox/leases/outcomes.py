@@ -57,13 +57,15 @@ class Settled:
 
 @dataclass(slots=True, kw_only=True)
 class Closing:
-    """One row and what is written to it. ``token`` is the fence: the token that the row must still carry.
+    """What is written to one row. ``token`` is the fence: the token that the row must still carry.
 
-    ``stays``: the row keeps its place in its lane.
+    ``attempt`` and ``worker`` tell whose end this is; ``stays``: the row keeps its place in its lane.
     """
 
-    row: Message
+    pk: int
     token: int | None
+    attempt: int
+    worker: str
     state: State
     outcome: Outcome
     stays: bool
@@ -85,7 +87,7 @@ def write(using: str, closings: Sequence[Closing]) -> None:
     for each in closings:
         if each.state != State.DELIVERED:
             _update(using, [each], _values(each))
-    record(using, [each for each in closings if each.outcome != Outcome.DELIVERED or each.row.attempt > 1])
+    record(using, [each for each in closings if each.outcome != Outcome.DELIVERED or each.attempt > 1])
 
 
 def record(using: str, closings: Sequence[Closing]) -> None:
@@ -95,7 +97,7 @@ def record(using: str, closings: Sequence[Closing]) -> None:
 
 
 def _update(using: str, closings: Sequence[Closing], values: dict[str, Any]) -> None:
-    ours = Message.objects.using(using).filter(fence((each.row.pk, each.token) for each in closings))
+    ours = Message.objects.using(using).filter(fence((each.pk, each.token) for each in closings))
     if ours.update(**values, lease_token=None, holder=None) != len(closings):
         raise Stale("rows changed under their lock")
 
@@ -120,10 +122,10 @@ def _values(closing: Closing) -> dict[str, Any]:
 
 def _attempt(closing: Closing) -> Attempt:
     return Attempt(
-        message_id=closing.row.pk,
-        number=closing.row.attempt,
+        message_id=closing.pk,
+        number=closing.attempt,
         outcome=closing.outcome,
-        worker=closing.row.leased_by,
+        worker=closing.worker,
         started_at=closing.started_at,
         ended_at=closing.ended_at,
         error_type=closing.error.type,

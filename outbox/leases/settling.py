@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
+from typing import NamedTuple
 
 from django.db import Error, connections
 
 from outbox import lanes
-from outbox.database import ServerNow, again, is_loss, locked, with_clock
+from outbox.database import Among, ServerNow, again, is_loss, locked, with_clock
 from outbox.handlers import Handler, registry
 from outbox.leases.lease import ALONE_FROM, Lease, draw_token, grant, hold
 from outbox.leases.outcomes import Closing, Settled, Settlement, write
@@ -20,7 +21,20 @@ from outbox.models import Message, State
 LONGEST_RUN = 20  # messages of one lane handed over in a row
 LONGEST_RUN_SECONDS = 5.0  # then other processes get their chance
 PAUSES = (0.0, 0.002, 0.01, 0.03)  # before each try: a claim that looks at a lane is gone in a moment
-_COLUMNS = ("state", "lease_token", "lane", "attempt", "spent", "lapses", "reason", "leased_by", "due_at")
+
+
+class _Row(NamedTuple):
+    """What a settlement reads of a row under its lock."""
+
+    pk: int
+    state: str
+    lease_token: int | None
+    lane: int | None
+    attempt: int
+    spent: int
+    lapses: int
+    reason: str
+    clock: datetime
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,9 +99,9 @@ def settle(
 def _settle(group: _Group) -> None:
     group.results = []
     ours = _sort(group)
-    in_lanes = [row for _, row in ours if row.lane is not None]
+    in_lanes = {row.lane: row.pk for _, row in ours if row.lane is not None}
     successors = lanes.successors(group.using, in_lanes, wait=group.patient, whole=group.hand_over is not None)
-    free: list[tuple[Settled, Message]] = []
+    free: list[tuple[Settled, _Row]] = []
     closings: list[Closing] = []
     for each, row in ours:
         if row.lane is not None and row.lane not in successors:
@@ -101,14 +115,14 @@ def _settle(group: _Group) -> None:
     _go_on(group, free, successors)
 
 
-def _sort(group: _Group) -> list[tuple[Settled, Message]]:
+def _sort(group: _Group) -> list[tuple[Settled, _Row]]:
     """Lock the rows and compare the tokens; the result of each lands in ``group.results``, what is ours is returned."""
-    ids = [each.lease.id for each in group.settlements]
     messages = Message.objects.using(group.using)
-    query = with_clock(messages.filter(pk__in=ids).order_by("pk"))
-    rows = {row.pk: row for row in locked(query.only(*_COLUMNS), skip=not group.patient)}
+    ids = [each.lease.id for each in group.settlements]
+    look = locked(with_clock(messages.filter(Among(ids)).order_by("pk")), skip=not group.patient)
+    rows = {row.pk: row for row in map(_Row._make, look.values_list(*_Row._fields))}
     missing = set(ids).difference(rows)
-    there = set(messages.filter(pk__in=missing).values_list("pk", flat=True)) if missing else set()
+    there = set(messages.filter(Among(missing)).values_list("pk", flat=True)) if missing else set()
     ours = []
     for each in group.settlements:
         row = rows.get(each.lease.id)
@@ -120,20 +134,22 @@ def _sort(group: _Group) -> list[tuple[Settled, Message]]:
             ours.append((result, row))
             del rows[row.pk]  # the first word stands: a second settlement of the same lease has lost it
         elif group.recheck and _was_ours(each, row):
-            result = _recognised(group, each, row)
+            result = _recognised(group, each)
         group.results.append(result)
     return ours
 
 
-def _was_ours(settlement: Settlement, row: Message) -> bool:
+def _was_ours(settlement: Settlement, row: _Row) -> bool:
     """Whether a row is as our own commit would have left it: not as a claim (a lapse) or an operator leaves it."""
     as_written = (settlement.lease.attempt, settlement.state, settlement.reason)
     return row.lease_token is None and row.lapses == 0 and (row.attempt, row.state, row.reason) == as_written
 
 
-def _recognised(group: _Group, settlement: Settlement, row: Message) -> Settled:
+def _recognised(group: _Group, settlement: Settlement) -> Settled:
     """A settlement that our own lost commit has written, and the lease it may have handed over."""
-    result = Settled(settlement=settlement, status="settled", due_at=row.due_at)
+    result = Settled(settlement=settlement, status="settled")
+    if settlement.state == State.PENDING:
+        result.due_at = Message.objects.using(group.using).values_list("due_at", flat=True).get(pk=settlement.lease.id)
     lane = settlement.lease.message.lane
     if lane is None:
         return result
@@ -153,12 +169,14 @@ def _continue(before: Lease, after: Lease) -> Lease:
     return after
 
 
-def _closing(settlement: Settlement, row: Message) -> Closing:
+def _closing(settlement: Settlement, row: _Row) -> Closing:
     refund = settlement.refund and settlement.lease.charged and row.spent > 0
     duration = settlement.duration
     return Closing(
-        row=row,
+        pk=row.pk,
         token=settlement.lease.token,
+        attempt=settlement.lease.attempt,
+        worker=settlement.lease.worker,
         state=settlement.state,
         outcome=settlement.outcome,
         stays=settlement.stays,
@@ -171,13 +189,13 @@ def _closing(settlement: Settlement, row: Message) -> Closing:
     )
 
 
-def _go_on(group: _Group, settled: Sequence[tuple[Settled, Message]], successors: lanes.Successors) -> None:
+def _go_on(group: _Group, settled: Sequence[tuple[Settled, _Row]], successors: lanes.Successors) -> None:
     """Lease the next message of each lane whose turn has come, or wake it."""
     over: list[tuple[Settled, Message, Handler]] = []
     wake: list[int] = []
     for each, row in settled:
         head = None if row.lane is None else successors[row.lane]
-        if head is None or not lanes.has_its_turn(head, after=row, stays=each.settlement.stays):
+        if head is None or not lanes.has_its_turn(head, after=row.pk, stays=each.settlement.stays):
             continue
         handler = _may_follow(group, each.settlement.lease, head)
         if handler is not None:

@@ -12,7 +12,7 @@ from datetime import timedelta
 from django.dispatch import Signal
 
 from outbox import lanes
-from outbox.database import ServerNow, locked, with_clock
+from outbox.database import Among, ServerNow, locked, with_clock
 from outbox.errors import ErrorRecord
 from outbox.handlers import Handler
 from outbox.leases.announcing import event_of
@@ -63,7 +63,7 @@ class Taken:
 
 def take(chosen: Sequence[int], terms: Terms) -> Taken:
     """Do it, inside the caller's short transaction."""
-    due = Message.objects.using(terms.using).filter(pk__in=chosen, state=State.PENDING, due_at__lte=ServerNow())
+    due = Message.objects.using(terms.using).filter(Among(chosen), state=State.PENDING, due_at__lte=ServerNow())
     rows = [row for row in locked(with_clock(due.order_by("pk"))) if row.route in terms.routes]
     in_lanes = [row for row in rows if row.lane is not None]
     targets = lanes.targets(terms.using, in_lanes, terms.routes)
@@ -82,16 +82,16 @@ def take(chosen: Sequence[int], terms: Terms) -> Taken:
 
 def _judge(
     ready: Sequence[Message], terms: Terms, targets: lanes.Targets, taken: Taken
-) -> tuple[list[tuple[Message, Handler]], list[Closing]]:
+) -> tuple[list[tuple[Message, Handler]], list[tuple[Message, Closing]]]:
     """Sort due rows into those that start and those that are settled here; a parked one that is neither is woken."""
     start: list[tuple[Message, Handler]] = []
-    closings: list[Closing] = []
+    closings: list[tuple[Message, Closing]] = []
     room = dict(terms.room)
     for row in ready:
         handler = terms.routes[row.route]
         closing = _verdict(row, handler)
         if closing is not None:
-            closings.append(closing)
+            closings.append((row, closing))
         elif row.lapses >= ALONE_FROM and not terms.solo:
             taken.lonely = True
         elif len(start) < terms.limit and room.get(handler.name, 0) > 0:
@@ -125,8 +125,10 @@ def _verdict(row: Message, handler: Handler) -> Closing | None:
 
 def _closing(row: Message, outcome: Outcome) -> Closing:
     return Closing(
-        row=row,
+        pk=row.pk,
         token=row.lease_token,
+        attempt=row.attempt,
+        worker=row.leased_by,
         state=State.PENDING,
         outcome=outcome,
         stays=True,
@@ -145,25 +147,27 @@ def _lapse(row: Message, outcome: Outcome) -> Closing:
     return closing
 
 
-def _close(closings: Sequence[Closing], terms: Terms, targets: lanes.Targets, taken: Taken) -> None:
+def _close(
+    closings: Sequence[tuple[Message, Closing]], terms: Terms, targets: lanes.Targets, taken: Taken
+) -> None:
     """Settle rows and wake who comes next; a row whose successor is locked by somebody is left for another claim."""
-    successors = lanes.successors(terms.using, [each.row for each in closings], wait=False)
+    in_lanes = {row.lane: row.pk for row, _ in closings if row.lane is not None}
+    successors = lanes.successors(terms.using, in_lanes, wait=False)
     done: list[Closing] = []
     wake: list[int] = []
-    for each in closings:
-        lane = each.row.lane
-        if lane is not None and lane not in successors:
-            targets.stuck.add(lane)
-            if each.row.due_at is None:
-                targets.asleep.append(each.row)
+    for row, closing in closings:
+        if row.lane is not None and row.lane not in successors:
+            targets.stuck.add(row.lane)
+            if row.due_at is None:
+                targets.asleep.append(row)
             continue
-        done.append(each)
-        if lane is not None:
-            targets.behind.pop(lane, None)  # its picked rows stay due: they are looked at again
-            head = successors[lane]
-            if head is not None and lanes.has_its_turn(head, after=each.row, stays=each.stays):
+        done.append(closing)
+        taken.events.append(event_of(terms.using, row, closing))
+        if row.lane is not None:
+            targets.behind.pop(row.lane, None)  # its picked rows stay due: they are looked at again
+            head = successors[row.lane]
+            if head is not None and lanes.has_its_turn(head, after=row.pk, stays=closing.stays):
                 wake.append(head.pk)
-    taken.events += [event_of(terms.using, each) for each in done]
     write(terms.using, done)
     lanes.wake(terms.using, wake)
 
@@ -180,9 +184,9 @@ def _park(in_lanes: Sequence[Message], terms: Terms, targets: lanes.Targets, tak
 
 
 def _grant(start: Sequence[tuple[Message, Handler]], terms: Terms, taken: Taken) -> None:
-    lapses = [_lapse(row, Outcome.LAPSED) for row, _ in start if row.lease_token is not None]
-    taken.events += [event_of(terms.using, each) for each in lapses]
-    record(terms.using, lapses)
+    lapses = [(row, _lapse(row, Outcome.LAPSED)) for row, _ in start if row.lease_token is not None]
+    taken.events += [event_of(terms.using, row, closing) for row, closing in lapses]
+    record(terms.using, [closing for _, closing in lapses])
     for part, charged in ((start[: terms.start], True), (start[terms.start :], False)):
         taken.leases += grant(
             terms.using, part, token=terms.token, worker=terms.worker, seconds=terms.seconds, charged=charged
