@@ -277,5 +277,5 @@ def _check_database(alias: str) -> Iterator[CheckMessage]:
         yield _found("outbox.E009", fact, f"Convert it: ALTER TABLE {table} ENGINE = InnoDB.")
     for each in aliases([alias]):
         if each.is_abandoned:
-            fact = f"{each.due} messages are due in database {alias!r}, but no live dispatcher looks there."
+            fact = f"{each.due_text} messages are due in database {alias!r}, but no live dispatcher looks there."
             yield _found("outbox.W010", fact, f"Start one: manage.py outbox_dispatch --database {alias}.")

@@ -18,6 +18,7 @@ from outbox.fields import from_micros
 from outbox.handlers import registry
 from outbox.models import Dispatcher, Message, State
 
+MANY = 1000  # due messages of a database that are counted to say that it is abandoned
 COUNTS = ("due", "scheduled", "retrying", "in_flight", "waiting", "dead")
 
 
@@ -145,15 +146,19 @@ def serves(dispatcher: Dispatcher, message: Message) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alias:
-    """One database of the project that has the outbox's tables. ``due`` messages wait there for ``dispatchers``.
+    """One database of the project that has the outbox's tables: how many messages wait for how many dispatchers.
 
-    ``error`` is set where the database could not be asked.
+    ``due`` is counted to `MANY` only; ``error`` is set where the database could not be asked.
     """
 
     name: str
     due: int = 0
     dispatchers: int = 0
     error: str = ""
+
+    @property
+    def due_text(self) -> str:
+        return f"{self.due:,}" if self.due < MANY else f"{MANY:,} or more"
 
     @property
     def is_abandoned(self) -> bool:
@@ -172,7 +177,8 @@ def _alias(name: str) -> Alias | None:
         if not has_tables(name):
             return None
         dispatchers = Dispatcher.objects.using(name).filter(lost_at__gt=ServerNow(), stopping=False).count()
-        return Alias(name=name, due=Message.objects.using(name).due().count(), dispatchers=dispatchers)
+        due = len(Message.objects.using(name).due().values_list("pk", flat=True)[:MANY])
+        return Alias(name=name, due=due, dispatchers=dispatchers)
     except Error as error:
         return Alias(name=name, error=f"{type(error).__name__}: {error}")
 

@@ -31,6 +31,7 @@ ORPHAN_WINDOW = 5000  # attempts or interventions looked at by one statement
 FORGET_DISPATCHER = timedelta(days=1)  # after it was believed lost
 SWEEP_WINDOW = 10_000  # unfinished rows of lanes looked at by one statement
 SWEEP_WINDOWS = 10  # of one sweep
+_SEEN = ("pk", "settled_at", "state", "payload_pruned", "lane")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,29 +149,32 @@ def _each_batch(run: _Run, rows: MessageQuerySet, change: Callable[[Sequence[int
     while run.goes_on:
         started = time.monotonic()
         left = rows if floor is None else rows.filter(settled_at__gte=floor)
-        found = list(left.exclude(pk__in=run.busy).order_by("settled_at").values_list("pk", "settled_at")[:BATCH])
+        found = list(left.exclude(pk__in=run.busy).order_by("settled_at").values_list(*_SEEN)[:BATCH])
         if not found:
             break
         floor = found[-1][1]
-        changed = _change(run, rows, [pk for pk, _ in found], change)
+        changed = _change(run, found, change)
         done += changed
         run.progress(changed)
         run.rest(time.monotonic() - started)
     return done
 
 
-def _change(run: _Run, rows: MessageQuerySet, ids: Sequence[int], change: Callable[[Sequence[int]], None]) -> int:
-    """Change those of the rows that nobody has locked, and note the others as busy.
+def _change(run: _Run, found: Sequence[tuple[Any, ...]], change: Callable[[Sequence[int]], None]) -> int:
+    """Change those of the found rows that are as they were and that nobody has locked; note the others as busy.
 
     A lock on an index entry is met only by the change itself (a duplicate being staged on MariaDB holds one until it
     commits); then the batch is done again in smaller parts, so that one such row keeps no others.
     """
+    ids = [row[0] for row in found]
     if not run.goes_on:
         run.busy.update(ids)
         return 0
     try:
         with impatient_transaction(run.using):
-            free = list(locked(rows.filter(pk__in=ids).order_by("pk")).values_list("pk", flat=True))
+            # By their ids alone: told that lane is NULL, MariaDB would read all rows without one.
+            rows = locked(Message.objects.using(run.using).filter(pk__in=ids).order_by("pk"))
+            free = [row[0] for row in set(found).intersection(rows.values_list(*_SEEN))]
             if free:
                 change(free)
     except DatabaseError as error:
@@ -181,7 +185,7 @@ def _change(run: _Run, rows: MessageQuerySet, ids: Sequence[int], change: Callab
             run.busy.update(ids)
             return 0
         part = max(1, len(ids) // 10)
-        return sum(_change(run, rows, ids[at : at + part], change) for at in range(0, len(ids), part))
+        return sum(_change(run, found[at : at + part], change) for at in range(0, len(ids), part))
     run.busy.update(set(ids) - set(free))
     return len(free)
 

@@ -1,12 +1,14 @@
 """Pruning touches only what is settled and old enough, gently; the sweep wakes lanes that nobody else would."""
 
 import threading
+from functools import partial
 
 import pytest
 from django.db import IntegrityError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from outbox import retention
+from outbox import retention, stage
+from outbox.handlers import handler, registry
 from outbox.models import Attempt, Dispatcher, Intervention, Message
 from outbox.retention import Pruned, prune, sweep
 from tests import rows
@@ -251,6 +253,24 @@ def test_lock_waits_are_as_usual_after_pruning(database_kind):
         prune("default")
         cursor.execute(sql)
         assert cursor.fetchall() == before
+
+
+def test_pruning_and_staging_do_not_fail_one_another(monkeypatch):
+    """Scenario 49: no lock error anywhere, nothing lost, while four stage and one prunes."""
+    monkeypatch.setattr(retention, "BATCH", 10)
+    for _ in range(200):
+        rows.delivered(31 * DAY)
+
+    def stage_many_times(writer):
+        for n in range(25):
+            with transaction.atomic():
+                stage("order.paid", {"n": n}, event_key=f"{writer}-{n}")
+
+    with registry.isolated():
+        handler("order.paid")(lambda message: None)
+        result, *_ = rows.at_once(lambda: prune("default"), *(partial(stage_many_times, writer) for writer in range(4)))
+    assert result.delivered + result.busy == 200
+    assert Message.objects.pending().count() == 100
 
 
 def test_two_that_prune_at_once_count_each_row_once():

@@ -129,7 +129,7 @@ class Command(OperatorCommand):
                 yield self.paint("ERROR", f"Database {each.name!r} does not answer: {one_line(each.error)}")
             elif each.is_abandoned:
                 start = f"start one: manage.py outbox_dispatch --database {each.name}"
-                what = f"Database {each.name!r} has {each.due:,} due messages but no live dispatcher; {start}."
+                what = f"Database {each.name!r} has {each.due_text} due messages but no live dispatcher; {start}."
                 yield self.paint("ERROR", what)
 
     def _row(self, found: Overview, name: str, counts: Counts) -> list[str]:
