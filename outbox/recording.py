@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from django.db import transaction
@@ -65,7 +64,8 @@ def write(using: str, drafts: Sequence[Draft], *, deliver: bool = True) -> list[
         taken |= taken_too
     if new:
         told = [Told(by_key[key], position, *row) for (key, position), row in new.items()]
-        transaction.on_commit(partial(_after_commit, using, told, deliver), using=using, robust=True)
+        # No partial: Django names a robust callback that failed by its __qualname__.
+        transaction.on_commit(lambda: _after_commit(using, told, deliver), using=using, robust=True)
     return _results(drafts, new, taken)
 
 
