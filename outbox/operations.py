@@ -92,7 +92,7 @@ def _operate(operation: _Operation, using: str, ids: Iterable[int], actor: str, 
         batch = partial(_batch, operation, using, wanted[start : start + BATCH], audit)
         result = again(using, batch)
         if result.done:
-            transaction.on_commit(partial(_tell, operation, using, result.done), using=using, robust=True)
+            _tell_after_commit(operation, using, result.done)
         total += result
     return total
 
@@ -117,6 +117,11 @@ def _batch(operation: _Operation, using: str, ids: Sequence[int], audit: Callabl
 def _change(rows: MessageQuerySet, ids: Collection[int], **values: Any) -> None:
     if rows.filter(pk__in=ids).update(**values) != len(ids):
         raise Stale("rows changed under their lock")
+
+
+def _tell_after_commit(operation: _Operation, using: str, ids: Sequence[int]) -> None:
+    # A lambda, for Django names a robust callback that failed by its __qualname__, and a partial has none.
+    transaction.on_commit(lambda: _tell(operation, using, ids), using=using, robust=True)
 
 
 def _tell(operation: _Operation, using: str, ids: Sequence[int]) -> None:

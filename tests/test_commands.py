@@ -99,7 +99,7 @@ def test_status_is_an_aligned_table_for_people(one_of_each):
     assert {len(line) for line in lines[:5]} == {len(header)}, "four topics and their sum"
     assert re.search(r"^order\.paid +3 +1 +1 +1 +1 +1 +5 min$", text, re.MULTILINE)
     assert re.search(r"^order\.returned( +-)+$", text, re.MULTILINE)
-    assert "'unheard.of' wait: no handler is installed here" in text
+    assert "Messages wait for handlers that are not installed here: 1 of unheard.of." in text
     assert "No dispatcher reports on database 'default'." in text
 
 
@@ -372,6 +372,13 @@ def test_show_tells_an_empty_payload_from_a_pruned_one(payload):
     assert f"payload\n{json.dumps(payload)}\n" in run("outbox_show", row.pk)
     pruned = rows.delivered(payload=None, headers=None, payload_pruned=True)
     assert "payload\npruned\n" in run("outbox_show", pruned.pk)
+
+
+def test_show_prints_a_document_that_is_no_json():
+    """Rows written by hand are looked at with the same command."""
+    row = rows.message(payload=JsonText("<xml/>"))
+    assert data("outbox_show", row.pk)[0]["payload"] == "<xml/>"
+    assert '"<xml/>"' in run("outbox_show", row.pk)
 
 
 def test_show_prints_attempts_and_interventions():

@@ -237,6 +237,20 @@ def test_a_discard_is_told_after_it_was_committed():
         signals.discarded.disconnect(hear)
 
 
+def test_a_failure_to_tell_does_not_reach_the_operator(monkeypatch):
+    """It was committed: that somebody could not be told of it is only logged."""
+
+    def fail(using):
+        raise RuntimeError("no wake-up")
+
+    monkeypatch.setattr("outbox.wakeup.hint", fail)
+    row = rows.dead()
+    assert requeue("default", [row.pk]).done == (row.pk,)
+    with transaction.atomic():
+        assert discard("default", [row.pk]).done == (row.pk,)
+    assert fresh(row).state == State.DISCARDED
+
+
 # --- make due ---------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from django.core.management.base import CommandParser
-from django.db.models import Model
+from django.db.models import ExpressionWrapper, F, Model, TextField
 
 from outbox.database import server_now
 from outbox.explain import explain
@@ -23,6 +23,7 @@ PROGRESS = (
     *("state", "reason", "staged_at", "deliver_at", "expires_at", "due_at", "settled_at"),
     *("attempt", "spent", "lapses", "lane", "leased_by", "leased_at"),
 )
+DOCUMENTS = ("payload", "headers")
 LAST_ERROR = ("error_type", "error_code", "error_text")
 OF_ATTEMPT = ("number", "outcome", "worker", "started_at", "ended_at", *LAST_ERROR, "traceback")
 OF_INTERVENTION = ("at", "verb", "actor", "note")
@@ -38,7 +39,7 @@ class Command(OperatorCommand):
 
     def run(self, options: dict[str, Any]) -> None:
         ids = [row.pk for row in self.messages(options["messages"])]
-        rows = list(Message.objects.using(self.using).filter(pk__in=ids).order_by("pk"))
+        rows = list(_as_stored(Message.objects.using(self.using)).filter(pk__in=ids).order_by("pk"))
         self.emit([_as_data(row) for row in rows], (line for row in rows for line in self._lines(row)))
 
     def _lines(self, row: Message) -> Iterator[str]:
@@ -48,9 +49,8 @@ class Command(OperatorCommand):
         yield ""
         yield from facts((name.replace("_", " "), _shown(getattr(row, name), now)) for name in IDENTITY + PROGRESS)
         yield from facts((name.replace("_", " "), getattr(row, name)) for name in LAST_ERROR)
-        pruned = "pruned" if row.payload_pruned else None
-        yield from ("", self.paint("MIGRATE_LABEL", "payload"), pruned or printable(_pretty(row.payload)))
-        yield from ("", self.paint("MIGRATE_LABEL", "headers"), pruned or printable(_pretty(row.headers or {})))
+        for name in DOCUMENTS:
+            yield from ("", self.paint("MIGRATE_LABEL", name), "pruned" if row.payload_pruned else _pretty(row, name))
         for attempt in _of(row, Attempt):
             yield from ("", self.paint("MIGRATE_LABEL", f"attempt {attempt.number}: {attempt.get_outcome_display()}"))
             yield from facts((name.replace("_", " "), _shown(getattr(attempt, name), now)) for name in OF_ATTEMPT[2:])
@@ -65,8 +65,22 @@ def _shown(value: object, now: datetime) -> object:
     return moment(value, now) if isinstance(value, datetime) else value
 
 
-def _pretty(document: object) -> str:
-    return json.dumps(document, indent=2, ensure_ascii=False)
+def _as_stored(rows: Any) -> Any:
+    """Read the documents as the text that was staged: one that is no JSON, written by hand, shall be seen, too."""
+    texts = {f"{name}_text": ExpressionWrapper(F(name), output_field=TextField()) for name in DOCUMENTS}
+    return rows.defer(*DOCUMENTS).annotate(**texts)
+
+
+def _document(row: Message, name: str) -> Any:
+    text = getattr(row, f"{name}_text")
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError:
+        return text
+
+
+def _pretty(row: Message, name: str) -> str:
+    return printable(json.dumps(_document(row, name), indent=2, ensure_ascii=False))
 
 
 def _as_data(row: Message) -> dict[str, Any]:
@@ -74,8 +88,8 @@ def _as_data(row: Message) -> dict[str, Any]:
     return {
         **_values(row, IDENTITY + PROGRESS + LAST_ERROR),
         "payload_pruned": row.payload_pruned,
-        "payload": row.payload,
-        "headers": row.headers or {},
+        "payload": _document(row, "payload"),
+        "headers": _document(row, "headers") or {},
         "explanation": explain(row),
         "attempts": [_values(each, OF_ATTEMPT) for each in attempts],
         "interventions": [_values(each, OF_INTERVENTION) for each in interventions],

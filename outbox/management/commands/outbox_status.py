@@ -114,16 +114,16 @@ class Command(OperatorCommand):
             headers.append("delivered")
         rows = [self._row(found, name, counts) for name, counts in topics.items()]
         if len(rows) > 1:
-            rows.append(self._row(found, "", total))
+            rows.append(self._row(found, "all topics", total))
         if rows:
             yield from table(headers, rows, left=["topic"], style=lambda text: self.paint("MIGRATE_HEADING", text))
         else:
             yield "No topic is declared, and no message is there."
         yield ""
         yield self._at_work(found)
-        for route, n in found.unroutable.items():
-            what = f"{n:,} pending messages of {one_line(route)!r} wait: no handler is installed here that takes them."
-            yield self.paint("WARNING", what)
+        if total.unroutable:
+            routes = one_line(", ".join(f"{n:,} of {route}" for route, n in found.unroutable.items()))
+            yield self.paint("WARNING", f"Messages wait for handlers that are not installed here: {routes}.")
         for each in others:
             if each.error:
                 yield self.paint("ERROR", f"Database {each.name!r} does not answer: {one_line(each.error)}")
