@@ -17,8 +17,9 @@ import uuid
 from datetime import timedelta
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.core.management import call_command
-from django.db import transaction
+from django.db import connections, transaction
 
 from example_project import world
 from example_project.ai_jobs import services as ai_jobs
@@ -53,7 +54,8 @@ from outbox.signals import buried, retried
 from outbox.testing import drain, staged_messages
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.process]
+# A process looks at all databases of the settings when it starts.
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.process]
 
 
 # --- what the tests stand on ------------------------------------------------------------------------------------------
@@ -111,6 +113,18 @@ def dispatch_here(*options):
     call_command("outbox_dispatch", "--drain", "--poll", "0.1", *options)
 
 
+def run_async(awaitable):
+    """Run it like an asynchronous program, and close the connection of the thread that its synchronous code used."""
+
+    async def program():
+        try:
+            return await awaitable
+        finally:
+            await sync_to_async(connections.close_all)()
+
+    return asyncio.run(program())
+
+
 def message(key):
     (found,) = [each for each in staged_messages() if each.event_key == key]
     return found
@@ -162,7 +176,7 @@ def test_a02_staging_joins_the_callers_transaction_and_never_commits_it(dispatch
     with transaction.atomic():
         item = media.request("Committed")
         stage_many([Intent(topics.RATED, {}, event_key="rated"), Intent(topics.WATCHED, {}, event_key="watched")])
-    asyncio.run(astage(topics.SCANNED, {}, event_key="scanned"))
+    run_async(astage(topics.SCANNED, {}, event_key="scanned"))
     with pytest.raises(NotInTransaction):
         stage(topics.MOVED, {})
     dispatch("--drain")
@@ -245,10 +259,11 @@ def test_a06_the_attempt_is_the_fence_and_a_lost_lease_overwrites_nothing(start)
 def test_a07_failures_wait_longer_and_longer_are_told_each_time_and_the_fifth_is_the_last(monkeypatch, caplog):
     assert [MEDIA_PATIENCE.delay(n) for n in range(1, 6)] == [1, 2, 4, 8, None]
     assert RetryPolicy(max_attempts=50, base=1, cap=3600, jitter=False).delay(20) == 3600
-    told = []
+    told, waits = [], []
 
     def observe(event, **_):
         told.append((event.message.attempt, event.died))
+        waits.append(event.due_at and event.due_at - event.message.staged_at)
 
     def refuse(place, key, content):
         raise world.Unreachable("x" * 5000)
@@ -259,10 +274,10 @@ def test_a07_failures_wait_longer_and_longer_are_told_each_time_and_the_fifth_is
     number = stage_now(topics.NOTIFICATION, {"title": "A film"}, event_key="doomed").ids[0]
     with caplog.at_level(logging.WARNING, "outbox"):
         dispatch_here()
-        first = message("doomed")
         drain(ignore_delays=True)
     assert told == [(1, False), (2, False), (3, False), (4, False), (5, True)]
-    assert (first.due_at - first.leased_at) > timedelta(seconds=1) if first.leased_at else first.state == "pending"
+    assert timedelta(seconds=1) <= waits[0] < timedelta(seconds=60)
+    assert waits[-1] is None
     lines = [record.getMessage() for record in caplog.records if f"Message {number} " in record.getMessage()]
     assert len(lines) == 5
     assert all("media.notification" in line and f"attempt {n}" in line for n, line in enumerate(lines, 1))
@@ -307,10 +322,10 @@ def test_a08_one_topic_is_serial_different_topics_are_parallel_and_a_slow_one_ta
 
 def test_a08_what_is_in_flight_is_renewed(start):
     stage_now(topics.MODULE, {"item": "42"}, event_key="long scan")
-    processes = [start("--lease", "0.6", latency="media server=2") for _ in range(2)]
+    processes = [start("--lease", "0.4", latency="media server=1.3") for _ in range(2)]
     wait_until(lambda: is_delivered("long scan"))
     for process in processes:
-        stop(process)
+        process.kill()
     assert message("long scan").attempt == 1
     assert received() == ["long scan"]
 
@@ -332,7 +347,7 @@ def test_a10_a_stop_waits_for_what_runs_and_starts_nothing_more(start):
     with transaction.atomic():
         stage(topics.MODULE, {"item": "1"}, event_key="running")
         stage(topics.MODULE, {"item": "2"}, event_key="not started")
-    process = start("--grace", "30", latency="media server=1.5")
+    process = start("--grace", "30", latency="media server=1")
     wait_until(lambda: is_leased("running"))
     stop(process)
     assert received() == ["running"]
@@ -384,7 +399,7 @@ def test_a11_what_somebody_else_holds_is_skipped(start):
     intent = Intent(topics.NOTIFICATION, {"title": "A film"}, event_key="taken")
     with transaction.atomic():
         stage_many([intent])
-    process = start(latency="notifications=3")
+    process = start(latency="notifications=1.5")
     wait_until(lambda: is_leased("taken"))
     result = DurableCommand().execute(lambda: None, (Effect(intent, deliver=notify),))
     assert (result.completed_effects, result.pending_effects) == ((), ("taken",))
@@ -434,9 +449,7 @@ def check_failing_command(execute):
     result = caught.value.result
     assert (result.value, result.business_committed) == ("value", True)
     assert (result.completed_effects, result.pending_effects) == (("fine",), keys)
-    assert {key: str(error) for key, error in caught.value.errors.items()} == {key: repr(key) for key in keys} or {
-        key: error.args[0] for key, error in caught.value.errors.items()
-    } == dict(zip(keys, keys, strict=True))
+    assert {key: error.args for key, error in caught.value.errors.items()} == {"one": ("one",), "two": ("two",)}
 
 
 def test_a12_one_command_commits_business_and_effects_or_neither(dispatch):
@@ -448,12 +461,12 @@ def test_a12_one_command_commits_business_and_effects_or_neither(dispatch):
 
 def test_a13_the_same_from_asynchronous_code(dispatch):
     def execute(business, effects):
-        return asyncio.run(DurableCommand().aexecute(business, effects))
+        return run_async(DurableCommand().aexecute(business, effects))
 
     check_command(execute)
     check_failing_command(execute)
     item = media.request("Another film")
-    assert asyncio.run(media.afinish_download(item.pk)).completed_effects == (f"media.notification:{item.pk}",)
+    assert run_async(media.afinish_download(item.pk)).completed_effects == (f"media.notification:{item.pk}",)
     dispatch("--drain")
     assert set(states()) == {"delivered"}
 
@@ -569,16 +582,17 @@ def test_b06_a_mirror_that_fails_is_logged_and_changes_nothing(monkeypatch, capl
 
 
 def test_b07_starting_twice_is_harmless_and_a_stop_waits(start):
-    imported = [f"recording:{each.pk}:imported" for each in recordings(20)]
-    processes = [start(latency="task engine=0.3") for _ in range(2)]
-    wait_until(lambda: any(is_leased(key) for key in imported))
+    recordings(40)
+    processes = [start(latency="task engine=1") for _ in range(2)]
+    # Both are at work, five handlers each: one topic may fill half of the ten slots.
+    wait_until(lambda: len({row.leased_by for row in staged_messages() if row.lease_token is not None}) == 2)
     for process in processes:
         stop(process)
-    rows = [message(key) for key in imported]
-    assert all(row.attempt == 1 for row in rows if row.state == "delivered")
+    rows = staged_messages()
     assert all(row.lease_token is None for row in rows)
-    done = {row.event_key for row in rows if row.state == "delivered"}
-    assert {task["idempotency_key"] for task in engine().tasks()} == done
+    done = [row for row in rows if row.state == "delivered"]
+    assert {row.attempt for row in done} == {1}
+    assert {task["idempotency_key"] for task in engine().tasks()} == {row.event_key for row in done}
 
 
 # --- C. AI job service: dispatcher into a job queue -------------------------------------------------------------------
@@ -594,7 +608,7 @@ def stage_event(key, **payload):
 
 def test_c01_who_loses_the_race_for_a_claim_skips(start):
     job = ai_jobs.submit("Why?")
-    winner_and_loser = [start("--drain", latency="job queue=1.5") for _ in range(2)]
+    winner_and_loser = [start("--drain", latency="job queue=1") for _ in range(2)]
     for process in winner_and_loser:
         finish(process)
     row = message(created(job))
@@ -696,7 +710,7 @@ def test_c09_only_a_dispatcher_delivers_and_its_first_look_is_at_once(start):
 
 def test_c10_each_dispatcher_has_a_name_of_its_own_that_the_claimed_row_keeps(start):
     job, other = ai_jobs.submit("Why?"), ai_jobs.submit("How?")
-    processes = [start("--drain", "--limit", "1", latency="job queue=1") for _ in range(2)]
+    processes = [start("--drain", "--limit", "1") for _ in range(2)]
     for process in processes:
         finish(process)
     names = [message(created(each)).leased_by for each in (job, other)]
