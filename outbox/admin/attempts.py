@@ -17,11 +17,19 @@ from django.utils.translation import pgettext_lazy
 from outbox.admin.base import ReadOnlyAdmin
 from outbox.admin.counting import clocked
 from outbox.admin.filters import OutcomeFilter
+from outbox.admin.lists import ERROR_START, CappedChangeList
 from outbox.admin.search import LARGEST
 from outbox.admin.shown import NOTHING, ago, duration, error_line, plain, short, stamp, time_tag
 from outbox.models import Attempt
 
 ERROR_LENGTH = 80
+
+
+class AttemptChangeList(CappedChangeList):
+    """Of an error only its beginning, and no traceback."""
+
+    def rows(self) -> QuerySet[Any]:
+        return super().rows().defer("error_text", "traceback").annotate(error_start=Left(F("error_text"), ERROR_START))
 
 
 class AttemptAdmin(ReadOnlyAdmin):
@@ -50,8 +58,10 @@ class AttemptAdmin(ReadOnlyAdmin):
         return text
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        start = Left(F("error_text"), 4 * ERROR_LENGTH)
-        return clocked(super().get_queryset(request).defer("error_text", "traceback"), error_start=start)
+        return clocked(super().get_queryset(request))
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[AttemptChangeList]:
+        return AttemptChangeList
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str

@@ -113,14 +113,18 @@ def size(octets: int) -> str:
         return gettext("%(count)s bytes") % {"count": number(octets)}
     if octets < 1_000_000:
         return f"{number(round(octets / 1024))} KiB"
-    return f"{formats.number_format(octets / 1024**2, 1)} MiB"
+    return f"{_tenths(octets / 1024**2)} MiB"
 
 
 def duration(seconds: float) -> str:
     """How long something took: ``12 ms``, ``1.4 s``, ``4 min 12 s``."""
     if seconds < 1:
         return f"{max(round(seconds * 1000), 0)} ms"
-    return f"{formats.number_format(seconds, 1)} s" if seconds < 10 else span(seconds)
+    return f"{_tenths(seconds)} s" if seconds < 9.95 else span(seconds)
+
+
+def _tenths(value: float) -> str:
+    return str(formats.number_format(round(value, 1), 1))  # which alone would cut, not round
 
 
 def about(seconds: float) -> str:

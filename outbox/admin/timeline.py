@@ -66,10 +66,9 @@ class History:
         """All entries, newest first."""
         since = None if self.whole else self.attempts[0].ended_at
         found = [*self._attempts(), *(_deed(each, self.now) for each in self.interventions)]
-        if since is None:
-            found.append(self._staged())
-        shown = [event for event in found if since is None or event.at >= since]
-        return [*self._present(), *sorted(shown, key=lambda event: event.at, reverse=True)]
+        known = [event for event in found if since is None or event.at >= since]
+        known.sort(key=lambda event: event.at, reverse=True)
+        return [*self._present(), *known, *([self._staged()] if self.whole else [])]
 
     def _staged(self) -> Event:
         message, facts = self.message, []
