@@ -327,6 +327,7 @@ def test_captured_callbacks_run_what_a_commit_would(django_capture_on_commit_cal
     with django_capture_on_commit_callbacks() as callbacks, transaction.atomic():
         stage_order("1")
     assert len(callbacks) == 1
+    assert all(robust for _, _, robust in connection.run_on_commit)
     assert told == []
     with django_capture_on_commit_callbacks(execute=True), transaction.atomic():
         staged = stage_order("2", deliver_now=True)
