@@ -6,99 +6,105 @@ written: the outcome never goes through a transaction that the handler may have 
 
 from __future__ import annotations
 
+import contextvars
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 from asgiref.sync import async_to_sync
-from django.db import DatabaseError, Error, connections
-from django.utils import timezone
+from django.db import Error, connections
 
 from outbox import wakeup
-from outbox.database import close_quietly, is_loss, short_transaction
-from outbox.errors import describe
-from outbox.exceptions import (
-    Bury,
-    Discard,
-    HandlerTimeout,
-    LeakedTransaction,
-    LeaseLost,
-    NotConfirmed,
-    Retry,
-    Snooze,
-    Unavailable,
-    Verdict,
-)
+from outbox.database import close_quietly, is_loss, is_race, short_transaction
+from outbox.exceptions import HandlerTimeout, LeakedTransaction, LeaseLost, OutboxError, Retry, Snooze
 from outbox.handlers import Envelope, registry
-from outbox.isolation import bookmark, restore
-from outbox.leases import Lease, Settled, Settlement, announce, claim, settle
+from outbox.isolation import bookmark, left_open, restore
+from outbox.leases import Lease, Settled, Settlement, announce, claim, draw_token, settle
 from outbox.models import Message, Outcome, Reason, State
 from outbox.registration import worker_name
+from outbox.verdicts import judge, release
 
 logger = logging.getLogger("outbox")
 
 IMMEDIATE_MARGIN = 10.0  # seconds of lease beyond the handler's timeout, for there is no heartbeat
+PAUSE = 0.1  # seconds between two tries to write what a handler has done
+
+Function = Callable[[Envelope], Any]
 
 
-def run(lease: Lease, function: Callable[[Envelope], Any] | None = None) -> Settlement | Settled:
+def run(lease: Lease, function: Function | None = None) -> Settlement | Settled:
     """Call the handler of a lease (or ``function`` in its place) in this thread and judge what came of it.
 
     Returns what shall be written; an ``atomic`` handler that succeeded has written it itself. Raises nothing: whatever
     a handler raises, even SystemExit, is a failed attempt.
     """
+    if lease.view.lost:
+        return release(lease)
     marks = bookmark()
     started = time.monotonic()
+    result: object
     try:
-        if lease.view.lost:
-            raise LeaseLost("The lease was lost before the handler started.")
         if lease.handler.atomic:
-            return _run_atomic(lease, function or lease.handler.function, started)
-        result = _call(lease, function or lease.handler.function)
+            result = _call_atomic(lease, function or lease.handler.function, set(marks))
+        else:
+            result = _call(lease, function or lease.handler.function)
     except BaseException as error:
         result = error
     leaked = restore(marks)
-    if leaked and not isinstance(result, BaseException):
-        result = LeakedTransaction(
-            f"Handler {lease.handler.name!r} left a transaction open on {', '.join(sorted(leaked))}, which was rolled "
-            "back. Use transaction.atomic() as a context manager."
-        )
-    return judge(lease, result, time.monotonic() - started)
+    try:
+        if isinstance(result, Settled):
+            return result
+        if leaked and not isinstance(result, BaseException):
+            result = _leak(lease, leaked)
+        return judge(lease, result, time.monotonic() - started)
+    finally:
+        result = None  # an exception refers to this frame: nothing of it shall wait for the garbage collector
 
 
-def _call(lease: Lease, function: Callable[[Envelope], Any]) -> Any:
+def _call(lease: Lease, function: Function) -> Any:
+    """Call it in a context of its own: no time zone, language or log context is handed on to the next message."""
     if lease.handler.is_async and function is lease.handler.function:
-        return async_to_sync(function)(lease.envelope)
-    return function(lease.envelope)
+        function = async_to_sync(function)
+    return contextvars.copy_context().run(function, lease.envelope)
 
 
-def _run_atomic(lease: Lease, function: Callable[[Envelope], Any], started: float) -> Settlement | Settled:
-    """Commit the handler's own writes and the completion in one transaction, or neither."""
+def _leak(lease: Lease, aliases: set[str]) -> LeakedTransaction:
+    return LeakedTransaction(
+        f"Handler {lease.handler.name!r} left a transaction open on {', '.join(sorted(aliases))}: it was rolled back. "
+        "Use transaction.atomic() as a context manager."
+    )
+
+
+def _call_atomic(lease: Lease, function: Function, before: set[str]) -> Settled:
+    """Commit the handler's own writes and the completion in one transaction, or neither: then it raises why.
+
+    ``before``: aliases whose transactions were open before.
+    """
     settled: Settled | None = None
+    started = time.monotonic()
     try:
         with short_transaction(lease.using):
-            settlement = judge(lease, function(lease.envelope), time.monotonic() - started)
-            if settlement.state != State.DELIVERED:
-                raise _NotDelivered(settlement)
+            depth = len(connections[lease.using].atomic_blocks)
+            result = _call(lease, function)
+            duration = time.monotonic() - started
+            settlement = judge(lease, result, duration)
+            if settlement.cause is not None:  # returned, not raised: it must roll back all the same
+                raise settlement.cause
+            if leaked := left_open(before, within=lease.using, depth=depth):
+                raise _leak(lease, leaked)
+            if duration > lease.handler.timeout:
+                raise HandlerTimeout(f"Handler {lease.handler.name!r} took {duration:.1f} s and was rolled back.")
             settled = settle(lease.using, [settlement])[0]
             if settled.status != "settled":
                 raise LeaseLost("The lease was lost while the handler ran: its writes are rolled back.")
         return settled
-    except _NotDelivered as verdict:
-        return verdict.settlement
-    except DatabaseError as error:
+    except Error as error:
         if settled is not None and is_loss(connections[lease.using], error) and _was_committed(lease):
             return settled
         raise
-
-
-class _NotDelivered(Exception):
-    """Rolls the transaction of an atomic handler back."""
-
-    def __init__(self, settlement: Settlement) -> None:
-        self.settlement = settlement
 
 
 def _was_committed(lease: Lease) -> bool:
@@ -109,86 +115,8 @@ def _was_committed(lease: Lease) -> bool:
             row = Message.objects.using(lease.using).filter(pk=lease.id, attempt=lease.attempt, lease_token=None)
             return row.delivered().exists()
         except Error:
-            time.sleep(0.2)
+            time.sleep(PAUSE)
     return False
-
-
-def judge(lease: Lease, result: object, duration: float | None) -> Settlement:
-    """The settlement that a handler's result or exception asks for."""
-    wait: float
-    match result:
-        case Retry(after=after):
-            return _failure(lease, result, duration, wait=after)
-        case Snooze(until=until, for_=for_):
-            return Settlement(
-                lease=lease,
-                outcome=Outcome.SNOOZED,
-                until=None if until is None else _aware(until),
-                wait=for_ or 0.0,
-                refund=True,
-                error=describe(result, with_traceback=False),
-                cause=result,
-                duration=duration,
-            )
-        case Unavailable(after=after):
-            policy = lease.handler.policy
-            wait = replace(policy, max_attempts=lease.attempt + 1).delay(lease.attempt) or 0.0
-            return Settlement(
-                lease=lease,
-                outcome=Outcome.UNAVAILABLE,
-                wait=wait if after is None else after,
-                refund=True,
-                error=describe(result, with_traceback=False),
-                cause=result,
-                duration=duration,
-            )
-        case Bury():
-            return _final(lease, result, duration, State.DEAD, Outcome.BURIED, Reason.BURIED)
-        case Discard():
-            return _final(lease, result, duration, State.DISCARDED, Outcome.DISCARDED, Reason.HANDLER)
-        case BaseException():
-            return _failure(lease, result, duration)
-        case False:
-            return _failure(lease, NotConfirmed("The handler returned False: not confirmed."), duration)
-    return Settlement(lease=lease, outcome=Outcome.DELIVERED, state=State.DELIVERED, duration=duration)
-
-
-def timed_out(lease: Lease) -> Settlement:
-    """The settlement of a handler that did not return in time; the handler is told, its thread cannot be stopped."""
-    lease.view.revoke()
-    error = HandlerTimeout(f"Handler {lease.handler.name!r} did not return within {lease.handler.timeout:g} s.")
-    return replace(_failure(lease, error, lease.handler.timeout), outcome=Outcome.TIMED_OUT)
-
-
-def release(lease: Lease, outcome: Outcome = Outcome.RELEASED, *, duration: float | None = None) -> Settlement:
-    """Give a message back at once, at no cost to its budget."""
-    return Settlement(lease=lease, outcome=outcome, refund=True, duration=duration)
-
-
-def _failure(lease: Lease, error: BaseException, duration: float | None, *, wait: float | None = None) -> Settlement:
-    delay = lease.handler.policy.delay(max(lease.message.spent, 1))
-    settlement = Settlement(lease=lease, outcome=Outcome.FAILED, error=describe(error), cause=error, duration=duration)
-    if delay is None:
-        return replace(settlement, state=State.DEAD, reason=Reason.EXHAUSTED)
-    return replace(settlement, wait=delay if wait is None else wait)
-
-
-def _final(
-    lease: Lease, verdict: Verdict, duration: float | None, state: State, outcome: Outcome, reason: Reason
-) -> Settlement:
-    return Settlement(
-        lease=lease,
-        outcome=outcome,
-        state=state,
-        reason=reason,
-        error=describe(verdict, with_traceback=False),
-        cause=verdict,
-        duration=duration,
-    )
-
-
-def _aware(moment: datetime) -> datetime:
-    return (moment if timezone.is_aware(moment) else timezone.make_aware(moment)).astimezone(UTC)
 
 
 # --- immediate delivery -----------------------------------------------------------------------------------------------
@@ -196,18 +124,22 @@ def _aware(moment: datetime) -> datetime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Immediate:
-    """What an immediate delivery did. Skipped: somebody else has it, or an earlier one of its lane comes first."""
+    """What an immediate delivery did.
+
+    Skipped: somebody else has the message, an earlier one of its lane comes first, or the handler put it off.
+    """
 
     message_id: int
     status: Literal["delivered", "failed", "skipped"]
     error: BaseException | None = None
 
 
-def deliver_now(using: str, ids: Sequence[int], *, deliver: Callable[[Envelope], Any] | None = None) -> list[Immediate]:
+def deliver_now(using: str, ids: Sequence[int], *, deliver: Function | None = None) -> list[Immediate]:
     """Deliver messages in this thread, right after their commit, through the same claim as any dispatcher.
 
-    One attempt each, in place of the handler by ``deliver`` if given. A failure makes the message due again at once, at
-    no cost to its budget. Never raises: the dispatcher delivers what is left.
+    One attempt each, in place of the handler by ``deliver`` if given. A failure makes the message due again at once (or
+    when a Retry says), at no cost to its budget. Raises nothing but a real KeyboardInterrupt: the dispatcher delivers
+    what is left.
     """
     results = []
     for pk in ids:
@@ -221,7 +153,7 @@ def deliver_now(using: str, ids: Sequence[int], *, deliver: Callable[[Envelope],
     return results
 
 
-def _deliver_one(using: str, pk: int, deliver: Callable[[Envelope], Any] | None) -> Immediate:
+def _deliver_one(using: str, pk: int, deliver: Function | None) -> Immediate:
     route = Message.objects.using(using).filter(pk=pk).values_list("route", flat=True).first()
     handler = registry.by_route(route) if route else None
     if handler is None:
@@ -230,15 +162,56 @@ def _deliver_one(using: str, pk: int, deliver: Callable[[Envelope], Any] | None)
     leases = claim(using=using, worker=worker_name(), seconds=seconds, handlers=[handler], ids=[pk])
     if not leases:
         return Immediate(message_id=pk, status="skipped")
-    outcome = run(leases[0], deliver)
-    if isinstance(outcome, Settled):
-        announce([outcome])
+    lease = leases[0]
+    lease.view.safe_until = lease.deadline
+    outcome = run(lease, deliver)
+    settled = outcome if isinstance(outcome, Settled) else _settle_now(lease, _at_no_cost(outcome))
+    announce([settled])
+    return _conclude(settled)
+
+
+def _at_no_cost(outcome: Settlement) -> Settlement:
+    """A failure in front of the user costs nothing, not even the last attempt: the dispatcher has its whole budget."""
+    if outcome.outcome != Outcome.FAILED:
+        return outcome
+    asked = isinstance(outcome.cause, Retry) and outcome.cause.after is not None
+    wait = outcome.wait if asked else 0.0
+    return replace(
+        outcome, outcome=Outcome.RELEASED, state=State.PENDING, reason=Reason.NONE, wait=wait, refund=True
+    )
+
+
+def _settle_now(lease: Lease, outcome: Settlement) -> Settled:
+    """Settle through locks and lost connections while the lease lasts: the effect must not come twice."""
+    end = min(lease.deadline, time.monotonic() + IMMEDIATE_MARGIN)
+    token, lost = draw_token(), False
+    while True:
+        connection = connections[lease.using]
+        try:
+            settled = settle(lease.using, [outcome], token=token, recheck=lost)[0]
+            if settled.status != "busy" or time.monotonic() > end:
+                return settled
+        except Error as error:
+            lost = lost or is_loss(connection, error)
+            passing = lost or is_race(connection, error)
+            if connection.in_atomic_block or not passing or time.monotonic() > end:
+                raise
+            close_quietly(lease.using)
+        time.sleep(PAUSE)
+
+
+def _conclude(settled: Settled) -> Immediate:
+    done, pk = settled.settlement, settled.settlement.lease.id
+    if isinstance(done.cause, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        raise done.cause  # somebody at the terminal wants to stop; handlers of a dispatcher run in other threads
+    if settled.status == "lost":
+        error = LeaseLost(f"The lease of message {pk} was lost: somebody else has it now.")
+        return Immediate(message_id=pk, status="failed", error=error)
+    if settled.status == "busy":
+        locked = OutboxError(f"Message {pk} stayed locked by somebody: it may be delivered again.")
+        return Immediate(message_id=pk, status="failed", error=locked)
+    if done.state in (State.DELIVERED, State.DISCARDED):
         return Immediate(message_id=pk, status="delivered")
-    if outcome.outcome == Outcome.FAILED:
-        released = replace(outcome, outcome=Outcome.RELEASED, state=State.PENDING, reason=Reason.NONE)
-        outcome = replace(released, wait=0.0, refund=True)
-    settled = settle(using, [outcome])
-    announce(settled)
-    if settled[0].status == "settled" and outcome.state in (State.DELIVERED, State.DISCARDED):
-        return Immediate(message_id=pk, status="delivered")
-    return Immediate(message_id=pk, status="failed", error=outcome.cause or LeaseLost("The lease was lost."))
+    if isinstance(done.cause, Snooze):
+        return Immediate(message_id=pk, status="skipped")
+    return Immediate(message_id=pk, status="failed", error=done.cause)

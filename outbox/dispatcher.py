@@ -11,13 +11,13 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from django.db import Error, reset_queries
 
-from outbox import delivery
 from outbox.database import close_quietly
 from outbox.handlers import Handler
 from outbox.heartbeat import Heartbeat
@@ -29,6 +29,7 @@ from outbox.registration import REPORT_EVERY, Registration, worker_name
 from outbox.settler import Settler
 from outbox.slots import Slots, Want
 from outbox.solitude import Solitude
+from outbox.verdicts import release, timed_out
 from outbox.wakeup import Waiter
 from outbox.workers import Workers
 
@@ -39,6 +40,7 @@ CONTENDED_PAUSE = 0.05  # seconds at most before looking again at rows that some
 CONTENDED_LOOKS = 40  # without progress, until --drain leaves rows to those who have locked them
 SHORT_RUN_TRIES = 3  # of a claim while the database is away, in runs that shall end by themselves
 LAST_WRITES = 5.0  # seconds beyond the grace for writing the last outcomes
+LEAVING = 1.0  # seconds that a process takes at most to end after its last writes
 NOTHING = Want(limit=0, start=0, room={})
 
 
@@ -88,7 +90,7 @@ class Dispatcher:
             batch=plan.batch,
             seconds=plan.lease,
             may_continue=self._may_continue,
-            woke=self._nudge,
+            woke=self._has_settled,
         )
         self._workers = Workers(self._slots, self._report_outcome)
         self._registration = Registration(
@@ -102,7 +104,8 @@ class Dispatcher:
             seconds=plan.lease,
             held=self._slots.held,
             report=self._report_alive,
-            works=lambda: self._worked_at,
+            worked_at=lambda: self._worked_at,
+            window=max(plan.lease, 3 * plan.poll),
             give_up=self._give_up,
         )
         self._housekeeping = Housekeeping(using=plan.using, name=self.name)
@@ -110,6 +113,7 @@ class Dispatcher:
         self._reported_at = -REPORT_EVERY
         self._outage = Outage(plan.using, f"Dispatcher {self.name}")
         self._solitude = Solitude()
+        self._closed: Counter[str] = Counter()
         self._hungry = True
         self._nudged = False
 
@@ -123,7 +127,7 @@ class Dispatcher:
     @property
     def counts(self) -> dict[str, int]:
         """What became of the messages so far."""
-        counts = self._settler.counts
+        counts = self._settler.counts + self._closed
         names = ("delivered", "retried", "dead", "discarded", "skipped")
         return {"processed": sum(counts.values()), **{name: counts[name] for name in names}}
 
@@ -131,6 +135,10 @@ class Dispatcher:
         self._settler.put(lease, outcome)
         if self._hungry:
             self._nudge()
+
+    def _has_settled(self) -> None:
+        self._worked_at = time.monotonic()
+        self._nudge()
 
     def _nudge(self) -> None:
         if not self._nudged:
@@ -177,8 +185,6 @@ class Dispatcher:
             try:
                 was_empty = self._slots.is_empty()
                 claim = self._pass()
-                self._worked_at = time.monotonic()
-                self._outage.over()
                 misses = 0 if claim.leases or claim.more or not claim.contended else misses + 1
                 if self._is_fulfilled(claim, was_empty, misses):
                     return
@@ -198,20 +204,23 @@ class Dispatcher:
             return Claim()
         if self._settler.soonest <= time.monotonic():
             self._settler.soonest = float("inf")
-        alone = self._slots.holds_nothing()
+        alone = self._slots.is_empty()
         claim = self._claimer.claim(want.limit, seconds=self.plan.lease, start=want.start, room=want.room, alone=alone)
+        self._worked_at = time.monotonic()
+        self._outage.over()
         self._passes += 1
         if self._left is not None:
             self._left -= len(claim.leases)
         self._slots.add(claim.leases)
         self._solitude.note(claim)
+        self._closed.update(_closed(claim))
         self._hungry = claim.more or claim.lonely or len(claim.leases) >= want.limit
         self._start_queued()
         return claim
 
     def _want(self) -> Want:
         want = self._slots.want()
-        if not self._solitude.may_claim(empty=self._slots.holds_nothing()):
+        if not self._solitude.may_claim(empty=self._slots.is_empty()):
             return NOTHING
         if self.plan.mode == "once":
             if self._passes:
@@ -228,11 +237,15 @@ class Dispatcher:
         leases = self._slots.startable()
         if not leases:
             return
-        charged = charge(self.plan.using, leases)
+        try:
+            charged = charge(self.plan.using, leases)
+        except BaseException:
+            self._slots.put_back(leases)
+            raise
         self._slots.start(charged)
         for lost in set(leases).difference(charged):
             lost.view.revoke()
-            self._settler.put(lost, delivery.release(lost))  # refused by the fence, or given back
+            self._settler.put(lost, release(lost))  # refused by the fence, or given back
 
     def _abandon_overdue(self) -> None:
         for lease in self._slots.abandon_overdue():
@@ -240,7 +253,7 @@ class Dispatcher:
             lease.view.revoke()
             logger.warning("Message %s: its handler %r ran out of time.", lease.id, lease.handler.name)
             if lease.message.lane is None:
-                self._settler.put(lease, delivery.timed_out(lease))
+                self._settler.put(lease, timed_out(lease))
         stuck = self._slots.abandoned()
         if stuck >= self.plan.concurrency and not self._stopping.is_set():
             self._give_up(f"{stuck} handlers are stuck beyond their timeout; their threads cannot be stopped")
@@ -278,20 +291,40 @@ class Dispatcher:
         deadline = time.monotonic() + self.plan.grace
         self._stopping.set()
         for lease in self._slots.withdraw():
-            self._settler.put(lease, delivery.release(lease))
-        while not self._slots.is_empty() and time.monotonic() < deadline:
+            self._settler.put(lease, release(lease))
+        while not self._slots.is_quiet() and time.monotonic() < deadline:
             self._nudged = False
             self._waiter.wait(min(0.2, deadline - time.monotonic(), self._slots.next_timeout()))
             self._abandon_overdue()
-        for lease in self._slots.interrupted():
-            lease.view.revoke()
-            self._settler.put(lease, delivery.release(lease, Outcome.INTERRUPTED))
-        self.left_running = len(self._slots.interrupted()) + self._slots.abandoned()
+        self._housekeeping.stop(1.0)
+        self._interrupt()
         self._settler.stop(LAST_WRITES)
         self._heartbeat.stop(1.0)
-        self._housekeeping.stop(1.0)
         self._slots.close()
         if not self.plan.ends_by_itself:
             self._registration.leave()
         self._waiter.close()
         close_quietly(self.plan.using)
+
+    def _interrupt(self) -> None:
+        """Settle what still runs; in a lane it rests until this process is gone, so that nothing there overlaps."""
+        unfinished = self._slots.unfinished()
+        self.left_running = len(unfinished)
+        for ran in unfinished:
+            lease, in_lane = ran.lease, ran.lease.message.lane is not None
+            lease.view.revoke()
+            rest = LEAVING if in_lane else 0.0
+            if not ran.abandoned:
+                self._settler.put(lease, release(lease, Outcome.INTERRUPTED, wait=rest))
+            elif in_lane:
+                outcome = timed_out(lease)
+                self._settler.put(lease, replace(outcome, wait=max(rest, outcome.wait)))
+
+
+def _closed(claim: Claim) -> Iterator[str]:
+    """What a claim itself has settled: messages that expired, or crashed too often."""
+    for _, event in claim.events:
+        if event.outcome == Outcome.DISCARDED:
+            yield "discarded"
+        elif event.died:
+            yield "dead"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -27,21 +27,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class LeaseView:
-    """What a handler may know of its lease: whether it may have been lost, and its fencing number."""
+    """What a handler may know of its lease: whether it may have been lost, and its fencing number.
 
-    __slots__ = ("_lost", "attempt")
+    ``safe_until`` (monotonic seconds) is moved on by each renewal; past it the clock alone tells that the lease may be
+    lost, even to a process that was frozen or whose renewal hangs.
+    """
+
+    __slots__ = ("_revoked", "attempt", "safe_until")
 
     def __init__(self, attempt: int) -> None:
         self.attempt = attempt
-        self._lost = threading.Event()
+        self.safe_until = float("inf")
+        self._revoked = False
 
     @property
     def lost(self) -> bool:
         """True once somebody else may own the message: renewal failed for too long, or the timeout passed."""
-        return self._lost.is_set()
+        return self._revoked or time.monotonic() > self.safe_until
 
     def revoke(self) -> None:
-        self._lost.set()
+        self._revoked = True
 
     def raise_if_lost(self) -> None:
         """Raise LeaseLost when the lease may be gone; long handlers call it before each irreversible step."""

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable
 
 from django.db import Error, connections, reset_queries
 
-from outbox.database import close_quietly, is_loss, is_race
+from outbox.database import close_quietly, is_race
 from outbox.leases import Lease, renew
+from outbox.outages import Outage
+from outbox.registration import REPORT_EVERY
 
 logger = logging.getLogger("outbox")
 
 BEATS_PER_LEASE = 3
 GROUP = 500  # leases renewed by one statement pair
 BUSY_PAUSE = 1.0  # seconds until rows that somebody has locked are tried again
-GIVE_UP_AFTER = 3  # leases without a successful renewal, while other statements succeed
+GIVE_UP_AFTER = 3  # leases without a renewal, while other statements succeed
 WARN_BEFORE = 0.1  # of a lease: handlers are told so long before their lease may run out
 
 
 class Heartbeat:
     """Renews ``held()`` every third of a lease.
 
-    ``report`` is called after each beat (the registration), ``works()`` tells when another statement of this process
-    last succeeded (monotonic), ``give_up(reason)`` is called when renewal alone keeps failing.
+    ``report`` is called after each beat (the registration). ``worked_at()`` tells when another statement of this
+    process last succeeded (monotonic), as one does every ``window`` seconds at least while the database is there;
+    ``give_up(reason)`` is called when renewal alone keeps failing.
     """
 
     def __init__(
@@ -36,17 +38,20 @@ class Heartbeat:
         seconds: float,
         held: Callable[[], list[Lease]],
         report: Callable[[], None],
-        works: Callable[[], float],
+        worked_at: Callable[[], float],
+        window: float,
         give_up: Callable[[str], None],
     ) -> None:
         self.using = using
         self.seconds = seconds
+        self._pause = min(seconds / BEATS_PER_LEASE, REPORT_EVERY)
         self._held = held
         self._report = report
-        self._works = works
+        self._worked_at = worked_at
+        self._window = window
         self._give_up = give_up
-        self._succeeded = time.monotonic()
-        self._failing = False
+        self._outage = Outage(using, "The heartbeat")
+        self._alone_since: float | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="outbox-heartbeat", daemon=True)
 
@@ -64,13 +69,9 @@ class Heartbeat:
                 try:
                     busy = self._beat()
                     self._report()
-                    pause = min(BUSY_PAUSE, self.seconds / BEATS_PER_LEASE) if busy else self.seconds / BEATS_PER_LEASE
-                except Error as error:
+                    pause = min(BUSY_PAUSE, self._pause) if busy else self._pause
+                except Exception as error:
                     pause = self._failed(error)
-                except Exception:
-                    logger.exception("The heartbeat failed; it goes on.")
-                    pause = self.seconds / (4 * BEATS_PER_LEASE)
-                self._warn(self._held())
                 reset_queries()
         finally:
             close_quietly(self.using)
@@ -83,32 +84,31 @@ class Heartbeat:
             part = leases[first : first + GROUP]
             renewal = renew(self.using, part, self.seconds)
             busy = busy or bool(renewal.busy)
+            for lease in part:
+                promise(lease, self.seconds)
             _tell_lost(part, renewal.lost)
-        self._succeeded = time.monotonic()
-        if self._failing:
-            logger.info("Leases are renewed again on database %r.", self.using)
-            self._failing = False
+        self._alone_since = None
+        self._outage.over()
         return busy
 
-    def _failed(self, error: Error) -> float:
+    def _failed(self, error: Exception) -> float:
         """Note a failed renewal; returns how long to wait before the next try."""
-        if not self._failing:
-            logger.warning("Leases cannot be renewed on database %r; trying again: %s", self.using, error)
-            self._failing = True
-        if is_loss(connections[self.using], error):
-            close_quietly(self.using)
-        silent = time.monotonic() - self._succeeded
-        others_work = time.monotonic() - self._works() < self.seconds
-        if silent > GIVE_UP_AFTER * self.seconds and others_work and not is_race(connections[self.using], error):
+        now = time.monotonic()
+        crowded = isinstance(error, Error) and is_race(connections[self.using], error)
+        pause = min(self._outage.note(error), self.seconds / 10)
+        if crowded or now - self._worked_at() > self._window:  # the database is slow or away, for everybody
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        elif now - self._alone_since > GIVE_UP_AFTER * self.seconds + self._window:
+            silent = now - self._alone_since
             self._give_up(f"leases could not be renewed for {silent:.0f} s while other statements succeed: {error}")
-        return min(1.0, self.seconds / 10) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not secrecy
+        return pause
 
-    def _warn(self, leases: Iterable[Lease]) -> None:
-        """Tell handlers whose lease may run out before the next beat can help."""
-        soon = time.monotonic() + self.seconds * WARN_BEFORE
-        for lease in leases:
-            if lease.deadline < soon:
-                lease.view.revoke()
+
+def promise(lease: Lease, seconds: float) -> None:
+    """Tell a handler how long its lease of ``seconds`` is safe: to shortly before its end."""
+    lease.view.safe_until = lease.deadline - WARN_BEFORE * seconds
 
 
 def _tell_lost(leases: Iterable[Lease], lost: frozenset[int]) -> None:

@@ -7,13 +7,23 @@ before, which only the test case of a project's tests is, must stay usable: it g
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from django.db import Error, connections
 
-from outbox.database import has_open_transaction
+from outbox.database import close_quietly, has_open_transaction
+
+# Statements whose effect outlasts their transaction. Taking one for another costs a new connection, no more.
+_LASTING = re.compile(
+    r"(?:\A|;)\s*(?:SET\b(?!\s+(?:LOCAL|TRANSACTION|CONSTRAINTS)\b)|RESET\b|PRAGMA\b|ATTACH\b|USE\b|LISTEN\b|PREPARE\b"
+    r"|DECLARE\b|LOCK\s+TABLES\b|CREATE\s+(?:LOCAL\s+|GLOBAL\s+)?TEMP)"
+    r"|\b(?:set_config|pg_(?:try_)?advisory_lock\w*|get_lock)\s*\(",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +60,22 @@ def restore(marks: dict[str, Bookmark]) -> set[str]:
     """
     found = connections.all(initialized_only=True)
     return {each.alias for each in found if not _as_before(each, marks.get(each.alias))}
+
+
+def left_open(before: Collection[str], *, within: str, depth: int) -> set[str]:
+    """Aliases on which a handler left a transaction open that runs inside one of ours, on ``within``.
+
+    ``before``: aliases whose transactions were open before; ``depth``: how many blocks were open on ours.
+    """
+    found = set()
+    for each in connections.all(initialized_only=True):
+        if each.alias == within:
+            leaked = len(each.atomic_blocks) != depth
+        else:
+            leaked = each.alias not in before and has_open_transaction(each)
+        if leaked:
+            found.add(each.alias)
+    return found
 
 
 def _as_before(connection: Any, mark: Bookmark | None) -> bool:
@@ -91,3 +117,26 @@ def _forget_blocks(connection: Any, *, blocks: int, savepoints: int, hooks: int)
     del connection.savepoint_ids[savepoints:]
     del connection.run_on_commit[hooks:]
     connection.needs_rollback = False
+
+
+class SessionWatch:
+    """Notices when handlers of this thread change the settings of a session, so that no later message meets them."""
+
+    def __init__(self) -> None:
+        self._changed: set[str] = set()
+        for connection in connections.all():
+            connection.execute_wrappers.append(self._note)
+
+    def _note(self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: dict[str, Any]) -> Any:
+        if not isinstance(sql, str) or _LASTING.search(sql):
+            self._changed.add(context["connection"].alias)
+        return execute(sql, params, many, context)
+
+    def renew(self) -> None:
+        """Drop the connections whose sessions were changed."""
+        while self._changed:
+            alias = self._changed.pop()
+            if getattr(connections[alias], "pool", None) is not None:
+                with suppress(Exception):  # a pool hands a session on as it is, unless it is closed
+                    connections[alias].connection.close()
+            close_quietly(alias)

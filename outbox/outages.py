@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 
 from django.db import Error, connections
 
-from outbox.database import close_quietly, is_loss
+from outbox.database import close_quietly, is_loss, is_race
 
 logger = logging.getLogger("outbox")
 
 FIRST_PAUSE = 0.1  # seconds, doubled with each failure in a row
 LONGEST_PAUSE = 5.0  # seconds: work must be resumed within seconds of the database's return
+TOLD_FOR = 60.0  # seconds in which all threads of a process tell of one outage once
+CROWDED = 3  # failures in a row for somebody else's lock, before that is told
+
+_told_at: dict[str, float] = {}
 
 
 class Outage:
@@ -26,18 +31,31 @@ class Outage:
     def note(self, error: Exception) -> float:
         """Log a failure, drop the connection, and return how many seconds to wait before the next try.
 
-        A database that is away is told once per outage; anything else is a fault and is told each time.
+        A database that is away is told once per outage, by whichever thread notices it first, and a lock that lasts
+        once; anything else is a fault and is told each time.
         """
         self.failures += 1
-        if isinstance(error, Error) and is_loss(connections[self.using], error):
-            if self.failures == 1:
-                logger.warning("%s: the database %r is away and is waited for: %s", self.who, self.using, error)
+        if isinstance(error, Error):
+            self._tell(error)
+            close_quietly(self.using)
         else:
             logger.error("%s: a round failed; it goes on.", self.who, exc_info=error)
-        if isinstance(error, Error):
-            close_quietly(self.using)
         pause: float = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self.failures - 1, 10))
         return pause * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not secrecy
+
+    def _tell(self, error: Error) -> None:
+        connection = connections[self.using]
+        if is_loss(connection, error):
+            now = time.monotonic()
+            known = now - _told_at.get(self.using, float("-inf")) < TOLD_FOR
+            _told_at[self.using] = now
+            level = logging.DEBUG if known or self.failures > 1 else logging.WARNING
+            logger.log(level, "%s: the database %r is away and is waited for: %s", self.who, self.using, error)
+        elif is_race(connection, error):
+            level = logging.WARNING if self.failures == CROWDED else logging.DEBUG
+            logger.log(level, "%s: database %r is kept locked by somebody: %s", self.who, self.using, error)
+        else:
+            logger.error("%s: a round failed; it goes on.", self.who, exc_info=error)
 
     def over(self) -> None:
         """The loop works (again)."""

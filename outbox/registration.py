@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from django.db import Error
 
-from outbox.database import ServerNow
+from outbox.database import ServerNow, close_quietly
 from outbox.fields import JsonText
 from outbox.models import Dispatcher
 from outbox.texts import storable
@@ -65,6 +65,7 @@ class Registration:
             )
         except Error as error:
             logger.debug("Dispatcher %s could not report itself: %s", self.name, error)
+            close_quietly(self.using)  # it may be lost, and an idle process would not notice otherwise
 
     def leave(self) -> None:
         """Remove the row: this process stopped by itself."""

@@ -5,24 +5,39 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from django.db import Error, connections, reset_queries
 
 from outbox import wakeup
-from outbox.database import close_quietly, is_loss
-from outbox.errors import ErrorRecord
+from outbox.database import close_quietly, is_loss, is_race
+from outbox.errors import NO_ERROR, ErrorRecord
 from outbox.leases import Lease, Settled, Settlement, announce, draw_token, settle
-from outbox.models import State
+from outbox.models import Outcome, State
 from outbox.outages import Outage
 from outbox.slots import Slots
+from outbox.verdicts import release
 
 logger = logging.getLogger("outbox")
 
 LINGER = 0.02  # seconds that an outcome may wait for company while handlers run
 BUSY_PAUSE = 0.2  # seconds until a row that somebody has locked is tried again
+NAMES = {State.DELIVERED: "delivered", State.DEAD: "dead", State.DISCARDED: "discarded", State.PENDING: "retried"}
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """Outcomes that are written in one transaction. ``token`` leases what they hand over.
+
+    ``doubtful``: a COMMIT of theirs was not answered; ``bare``: without the error texts, which the database refused.
+    """
+
+    outcomes: list[Settlement]
+    token: int = field(default_factory=draw_token)
+    doubtful: bool = False
+    bare: bool = False
 
 
 class Settler:
@@ -49,6 +64,7 @@ class Settler:
         self._outcomes: list[Settlement] = []
         self._done: list[Settled] = []
         self._since = 0.0
+        self._again: deque[Group] = deque()
         self._later: list[tuple[float, Settlement]] = []
         self._outage = Outage(using, "The settler")
         self._news = threading.Condition()
@@ -81,35 +97,20 @@ class Settler:
             while (group := self._next()) is not None:
                 try:
                     self._write(group)
-                except Exception:
-                    logger.exception("The settler failed; %d messages are delivered again.", len(group))
-                    for each in group:
-                        self._slots.end(each.lease)
+                except BaseException:  # this thread must never end, whatever foreign code it meets
+                    logger.exception("The settler failed; it goes on.")
                 reset_queries()
         finally:
             close_quietly(self.using)
 
-    def _write(self, group: list[Settlement]) -> None:
-        """Settle a group, through any outage: until the last lease is over if this process stops, else for ever."""
-        token = draw_token()
-        while True:
-            try:
-                self._settle(group, token, recheck=self._outage.failures > 0)
-                return self._outage.over()
-            except Error as error:
-                if not is_loss(connections[self.using], error):
-                    return self._one_by_one(group, error)
-                pause = self._outage.note(error)
-                if self._stopped and all(each.lease.deadline < time.monotonic() for each in group):
-                    return None
-                time.sleep(pause)
-
-    def _next(self) -> list[Settlement] | None:
+    def _next(self) -> Group | None:
         """The next group: all there is, once it is worth a transaction. None: stopped and nothing left."""
         with self._news:
             while True:
-                done, self._done = self._done, []
-                if done:
+                if self._again:
+                    return self._again.popleft()
+                if self._done:
+                    done, self._done = self._done, []
                     break
                 now = time.monotonic()
                 ripe = [each for at, each in self._later if at <= now]
@@ -119,14 +120,14 @@ class Settler:
                 wait = self._linger(now)
                 if self._outcomes and wait <= 0:
                     group, self._outcomes = self._outcomes[: self._batch], self._outcomes[self._batch :]
-                    return group
+                    return Group(outcomes=group)
                 if self._stopped and not self._outcomes and not self._later:
                     return None
                 if not self._outcomes:
                     wait = min((at for at, _ in self._later), default=now + 60.0) - now
                 self._news.wait(max(0.0, wait))
         self._finish(done)
-        return []
+        return Group(outcomes=[])
 
     def _linger(self, now: float) -> float:
         """Seconds that the outcomes may still wait for company: none in a lane, and none when no handler runs."""
@@ -136,37 +137,52 @@ class Settler:
             return 0.0
         return self._since + LINGER - now
 
-    def _settle(self, group: list[Settlement], token: int, *, recheck: bool) -> None:
-        if not group:
+    def _write(self, group: Group) -> None:
+        """Settle a group; what fails is done again, until it stands or its lease is over and this process stops."""
+        if not group.outcomes:
             return
-        self._finish(
-            settle(
+        try:
+            results = settle(
                 self.using,
-                group,
-                token=token,
+                group.outcomes,
+                token=group.token,
                 seconds=self._seconds,
                 hand_over=self._may_continue,
-                recheck=recheck,
+                recheck=group.doubtful,
             )
-        )
-
-    def _one_by_one(self, group: list[Settlement], cause: Error) -> None:
-        """One outcome that the database refuses must not spoil the others; it is written without its texts."""
-        for each in group:
-            bare = replace(each, error=ErrorRecord(type=each.error.type, text="The error could not be stored."))
-            for settlement in (each, bare):
-                try:
-                    self._settle([settlement], draw_token(), recheck=False)
-                    break
-                except Error as error:
-                    cause = error
-                    if is_loss(connections[self.using], error):
-                        close_quietly(self.using)
-                        self._later.append((time.monotonic() + BUSY_PAUSE, settlement))
-                        break
+        except Error as error:
+            if is_loss(connections[self.using], error):
+                self._wait_for_the_database(group, error)
             else:
-                logger.error("Message %s cannot be settled; its lease will run out: %s", each.lease.id, cause)
-                self._slots.end(each.lease)
+                self._refused(group, error)
+        except Exception as error:
+            self._refused(group, error)
+        else:
+            self._outage.over()
+            self._finish(results)
+
+    def _wait_for_the_database(self, group: Group, error: Error) -> None:
+        pause = self._outage.note(error)
+        group.doubtful = True
+        if not (self._stopped and all(each.lease.deadline < time.monotonic() for each in group.outcomes)):
+            self._again.appendleft(group)
+            time.sleep(pause)
+
+    def _refused(self, group: Group, error: Exception) -> None:
+        """One outcome that the database refuses must not spoil the others; at last it is written without its texts."""
+        if len(group.outcomes) > 1:
+            self._again.extendleft(Group(outcomes=[each]) for each in reversed(group.outcomes))
+            return
+        [outcome] = group.outcomes
+        if isinstance(error, Error) and is_race(connections[self.using], error):
+            self._outage.note(error)
+            self._later.append((time.monotonic() + BUSY_PAUSE, outcome))
+        elif outcome.error is not NO_ERROR and not group.bare:
+            bare = ErrorRecord(type=outcome.error.type, text="The text of this error could not be stored.")
+            self._again.appendleft(Group(outcomes=[replace(outcome, error=bare)], bare=True))
+        else:
+            logger.error("Message %s cannot be settled; its lease will run out.", outcome.lease.id, exc_info=error)
+            self._slots.end(outcome.lease)
 
     def _finish(self, results: list[Settled]) -> None:
         now = time.monotonic()
@@ -176,9 +192,10 @@ class Settler:
             if each.status == "busy":
                 self._later.append((now + BUSY_PAUSE, done))
                 continue
-            self.counts[_name(each)] += 1
+            self._count(each)
             if each.next is not None:
-                self._slots.hand_over(lease, each.next)
+                if not self._slots.hand_over(lease, each.next):
+                    self.put(each.next, release(each.next))
                 continue
             self._slots.end(lease)
             again_soon = done.state == State.PENDING and done.until is None
@@ -186,13 +203,13 @@ class Settler:
                 self.soonest = min(self.soonest, now + done.wait)
             woken = woken or lease.message.lane is not None or (again_soon and done.wait == 0)
         self._woke()
-        announce(results)
         if woken:
             wakeup.hint(self.using)
+        announce(results)
 
-
-def _name(result: Settled) -> str:
-    if result.status == "lost":
-        return "skipped"
-    names = {State.DELIVERED: "delivered", State.DEAD: "dead", State.DISCARDED: "discarded", State.PENDING: "retried"}
-    return names[result.settlement.state]
+    def _count(self, result: Settled) -> None:
+        """Count what became of attempts; what was given back is none."""
+        if result.status == "lost":
+            self.counts["skipped"] += 1
+        elif result.settlement.outcome not in (Outcome.RELEASED, Outcome.INTERRUPTED):
+            self.counts[NAMES[result.settlement.state]] += 1

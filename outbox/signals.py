@@ -7,6 +7,7 @@ Every signal is sent with ``send_robust``: a receiver that raises is logged and 
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -55,8 +56,15 @@ class Event:
 
 
 def send(signal: Signal, event: Event) -> None:
-    """Tell all receivers; an exception of one is logged and goes no further."""
-    for receiver, response in signal.send_robust(sender=Event, event=event):
+    """Tell all receivers; what one of them raises is logged and goes no further, SystemExit included."""
+    try:
+        responses = signal.send_robust(sender=Event, event=event)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise  # somebody at the terminal wants to stop
+        logger.exception("A receiver of an outbox signal ended the round (message %s).", event.message.id)
+        return
+    for receiver, response in responses:
         if isinstance(response, Exception):
             logger.error(
                 "A receiver of an outbox signal failed: %r (message %s).",

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from outbox.handlers import Handler
+from outbox.heartbeat import promise
 from outbox.leases import Lease
 
 PREFETCH_SHARE = 0.25  # of the lease that the queue may take to run dry
@@ -57,7 +58,7 @@ class Slots:
         self._occupied: set[Lease] = set()
         self._busy: Counter[str] = Counter()
         self._means: dict[str, float] = {}
-        self._closed = False
+        self._withdrawn = self._closed = False
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
 
@@ -92,6 +93,7 @@ class Slots:
         """Take new leases: charged ones start as soon as a thread is free, the others are queued."""
         with self._lock:
             for lease in leases:
+                promise(lease, self._lease_seconds)
                 if lease.charged:
                     self._occupy(lease)
                     self._ready.append(lease)
@@ -99,18 +101,26 @@ class Slots:
                 else:
                     self._queued[lease.handler.name].append(lease)
 
-    def hand_over(self, ended: Lease, successor: Lease) -> None:
-        """Give the slot of a settled lease to the next message of its lane, before anybody else."""
+    def hand_over(self, ended: Lease, successor: Lease) -> bool:
+        """Give the slot of a settled lease to the next message of its lane, before anybody else.
+
+        False after `withdraw`: the successor is held, but it must be given back.
+        """
         with self._lock:
             self.end(ended)
+            promise(successor, self._lease_seconds)
+            if self._withdrawn:
+                self._ending.add(successor)
+                return False
             self._occupy(successor)
             self._ready.appendleft(successor)
             self._work.notify()
+            return True
 
     def startable(self) -> list[Lease]:
         """Queued leases, in turn one of each handler, for which there is a slot; the slots are taken.
 
-        They must be charged and then given to `start`.
+        They must be charged, and then given to `start`, or to `put_back` if that failed.
         """
         with self._lock:
             found: list[Lease] = []
@@ -134,6 +144,13 @@ class Slots:
             self._ending.difference_update(charged)
             self._ready.extend(charged)
             self._work.notify(len(charged))
+
+    def put_back(self, leases: Sequence[Lease]) -> None:
+        """Queue leases again that could not be charged."""
+        with self._lock:
+            for lease in reversed(leases):
+                self.end(lease)
+                self._queued[lease.handler.name].appendleft(lease)
 
     def take(self) -> Lease | None:
         """The next lease to run, for a worker thread; waits for one. None: there will be no more."""
@@ -186,13 +203,15 @@ class Slots:
         """Every lease to renew; an abandoned one only in a lane, where nobody may start before its thread has ended."""
         with self._lock:
             queued = [lease for leases in self._queued.values() for lease in leases]
-            return [*queued, *self._ready, *self.interrupted(), *self._ending]
+            running = [
+                ran.lease for ran in self._running.values() if not ran.abandoned or ran.lease.message.lane is not None
+            ]
+            return [*queued, *self._ready, *running, *self._ending]
 
-    def interrupted(self) -> list[Lease]:
-        """Leases whose handlers still run, without those that were abandoned and settled before."""
+    def unfinished(self) -> list[Running]:
+        """Every handler that still runs."""
         with self._lock:
-            running = self._running.values()
-            return [ran.lease for ran in running if not ran.abandoned or ran.lease.message.lane is not None]
+            return list(self._running.values())
 
     def abandoned(self) -> int:
         """How many threads are stuck in handlers that ran out of time."""
@@ -202,6 +221,7 @@ class Slots:
     def withdraw(self) -> list[Lease]:
         """Take back everything that has not started, to give it back to the database."""
         with self._lock:
+            self._withdrawn = True
             leases = [*self._ready, *(lease for queue in self._queued.values() for lease in queue)]
             self._ready.clear()
             for queue in self._queued.values():
@@ -216,13 +236,9 @@ class Slots:
             return not waiting and all(ran.abandoned for ran in self._running.values())
 
     def is_quiet(self) -> bool:
-        """Whether no handler runs or is about to."""
+        """Whether no handler runs or is about to (abandoned threads do not count)."""
         with self._lock:
-            return not self._ready and not self._running
-
-    def holds_nothing(self) -> bool:
-        with self._lock:
-            return self.is_empty() and not self._running
+            return not self._ready and all(ran.abandoned for ran in self._running.values())
 
     def close(self) -> None:
         """Let the worker threads end once nothing is ready."""

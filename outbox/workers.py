@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
-from django.db import close_old_connections, connections, reset_queries
+from django.db import Error, close_old_connections, connections, reset_queries
 
 from outbox import delivery
+from outbox.isolation import SessionWatch
 from outbox.leases import Lease, Settled, Settlement
 from outbox.slots import Slots
+from outbox.verdicts import judge, timed_out
 
 logger = logging.getLogger("outbox")
 
@@ -35,22 +38,40 @@ class Workers:
         threading.Thread(target=self._work, name=f"outbox-worker-{self._started}", daemon=True).start()
 
     def _work(self) -> None:
+        sessions = SessionWatch()
         try:
             while (lease := self._slots.take()) is not None:
-                outcome = delivery.run(lease)
-                reset_queries()
+                outcome = _deliver(lease, sessions)
                 if not self._slots.finished(lease):
-                    self._report_late(lease)
+                    self._report_late(lease, outcome)
                     return  # another thread has taken this one's place
                 self._report(lease, outcome)
-                close_old_connections()
         finally:
-            connections.close_all()
+            with suppress(Error):  # what cannot be closed is gone
+                connections.close_all()
 
-    def _report_late(self, lease: Lease) -> None:
+    def _report_late(self, lease: Lease, outcome: Settlement | Settled) -> None:
         """An abandoned handler returned. In a lane only now may its attempt be settled; elsewhere that is done."""
         logger.warning("Message %s: its handler returned long after its timeout.", lease.id)
-        if lease.message.lane is not None:
-            self._report(lease, delivery.timed_out(lease))
+        if isinstance(outcome, Settled):
+            self._report(lease, outcome)  # committed in the very moment when the time was up
+        elif lease.message.lane is not None:
+            self._report(lease, timed_out(lease))
         else:
             self._slots.end(lease)
+
+
+def _deliver(lease: Lease, sessions: SessionWatch) -> Settlement | Settled:
+    """Run the handler, and clear up after it. Whatever goes wrong with the latter, the outcome stands."""
+    try:
+        outcome = delivery.run(lease)
+    except BaseException as error:  # a fault of ours, or connections that a handler has mangled
+        logger.exception("Message %s: its handler could not be judged.", lease.id)
+        outcome = judge(lease, error, None)
+    try:
+        sessions.renew()
+        close_old_connections()
+        reset_queries()
+    except BaseException:
+        logger.exception("Message %s: what its handler left behind could not be cleared away.", lease.id)
+    return outcome

@@ -19,7 +19,7 @@ LAYERS = [
     {"models", "handlers", "registry", "wakeup", "listening"},
     {"lanes", "intents"},
     {"leases", "operations", "retention"},
-    {"delivery", "heartbeat", "outages", "registration", "overview"},
+    {"delivery", "verdicts", "heartbeat", "outages", "registration", "overview"},
     {"staging", "recording", "durable", "slots", "solitude", "workers", "settler", "housekeeping", "dispatcher", "supervisor", "checks", "explain"},
     {"apps", "admin", "testing", "pytest_plugin", "management", "logs", "migrations"},
     {""},  # outbox/__init__.py: the public names
