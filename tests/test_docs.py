@@ -92,6 +92,7 @@ class Shop:
 @pytest.fixture
 def shop(monkeypatch, settings, warehouse):
     settings.WAREHOUSE_URL = warehouse
+    settings.MAILERS = {"default": {"BACKEND": "django.core.mail.backends.locmem.EmailBackend"}}  # from Django 6.1 on
     return Shop(monkeypatch)
 
 
