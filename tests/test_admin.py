@@ -306,7 +306,7 @@ def test_messages_can_be_narrowed_to_the_last_hour(admin_client):
 
 
 @pytest.mark.parametrize(
-    "lookup", ["payload__contains", "payload", "event_key__startswith", "id__gt", "state", "action"]
+    "lookup", ["payload__contains", "payload", "event_key__startswith", "attempts__traceback__contains", "id", "action"]
 )
 def test_no_other_lookup_is_let_through(admin_client, lookup):
     """Else somebody without the right to payloads could search them letter by letter."""
@@ -369,6 +369,7 @@ def plan_of(sql):
         return "\n".join(" ".join(map(str, row)) for row in cursor.fetchall())
 
 
+@pytest.mark.django_db(transaction=True)  # MariaDB's ANALYZE commits
 def test_twenty_thousand_rows_are_counted_and_listed_over_indexes(admin_client):
     """Scenario 57: dead rows among a long history are found over the state's index, never by reading the table."""
     now = rows.now()
