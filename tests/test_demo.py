@@ -1,9 +1,13 @@
 """``manage.py demo``: it plays to the end, kills a dispatcher, and its proof cannot be fooled."""
 
+import signal
+import socket
 import uuid
 from collections import Counter
+from urllib.request import urlopen
 
 import pytest
+from django.core.management.color import no_style
 from django.utils import timezone
 
 from example_project import world
@@ -21,10 +25,10 @@ from tests.waiting import wait_until
 
 @pytest.mark.process
 def test_the_demo_kills_a_dispatcher_and_balances_its_books(spawn, tmp_path):
-    process = spawn("demo", "--size", "40", "--folder", tmp_path)
+    process = spawn("demo", "--size", "24", "--folder", tmp_path)
     assert process.wait(timeout=100) == 0, process.output()
     told = process.output()
-    assert "killed (SIGKILL) with" in told
+    assert "(SIGKILL) with" in told
     assert "The books balance." in told
     assert "Dead letter" in told
     assert "QUEUE_NOT_ALLOWED" in told
@@ -42,11 +46,22 @@ def test_the_demo_makes_a_fresh_database_of_its_own_each_time(spawn, tmp_path, d
     assert (tmp_path / "demo.sqlite3").read_bytes().startswith(b"SQLite format 3")
 
 
+@pytest.fixture
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
 @pytest.mark.process
-def test_the_demo_opens_the_admin_with_the_dead_letter(spawn, tmp_path, free_port):
+def test_the_demo_opens_the_admin_with_the_dead_letter_until_it_is_stopped(spawn, tmp_path, free_port):
     process = spawn("demo", "--size", "16", "--folder", tmp_path, "--serve", free_port)
-    wait_until(lambda: "Starting development server" in process.output() or process.poll() is not None, seconds=100)
-    assert f"http://127.0.0.1:{free_port}/admin/outbox/message/?" in process.output()
+    wait_until(lambda: "Quit the server" in process.output() or process.poll() is not None, seconds=100)
+    address = f"http://127.0.0.1:{free_port}/admin/outbox/message/?place=dead"
+    assert address in process.output()
+    with urlopen(address) as response:
+        assert response.url.startswith(f"http://127.0.0.1:{free_port}/admin/login/")
+    process.terminate()
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------
@@ -142,22 +157,15 @@ class Lines:
         self.lines.append(text)
 
 
-def test_progress_that_cannot_be_redrawn_takes_a_line_per_quarter(no_style):
+def test_progress_that_cannot_be_redrawn_takes_a_line_per_quarter():
     output = Lines()
-    screen = Screen(output, no_style)
+    screen = Screen(output, no_style())
     for done in range(101):
         screen.progress(done, 100, "")
     assert len(output.lines) == 5
 
 
-@pytest.fixture
-def no_style():
-    from django.core.management.color import no_style
-
-    return no_style()
-
-
-def test_a_table_is_aligned(no_style):
+def test_a_table_is_aligned():
     output = Lines()
-    Screen(output, no_style).table(("topic", "dead"), [("a", 0), ("long.topic", 1234)])
+    Screen(output, no_style()).table(("topic", "dead"), [("a", 0), ("long.topic", 1234)])
     assert output.lines == ["    topic         dead", "    a                ·", "    long.topic   1,234"]

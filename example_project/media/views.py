@@ -21,12 +21,16 @@ def page(request: HttpRequest) -> HttpResponse:
     if request.method == "POST":
         act(request, request.POST.get("action"))
         return redirect("media")
-    items = Item.objects.order_by("-created_at")[:15]
-    places: dict[str, list[str]] = {}
-    for each in world.received():
-        places.setdefault(each["key"].partition(":")[2], []).append(each["place"])
-    rows = [(item, places.get(str(item.pk), [])) for item in items]
-    return render(request, "media/page.html", {"rows": rows, "here": "media"})
+    return render(request, "media/page.html", {"rows": rows(), "here": "media"})
+
+
+def rows() -> list[tuple[Item, list[tuple[str, str]]]]:
+    """The latest items, each with what the world outside received about it: (event, place)."""
+    outside: dict[str, list[tuple[str, str]]] = {}
+    for line in world.received():
+        topic, _, item_id = line["key"].partition(":")
+        outside.setdefault(item_id, []).append((topic.removeprefix("media."), line["place"]))
+    return [(item, outside.get(str(item.pk), [])) for item in Item.objects.order_by("-created_at")[:15]]
 
 
 def act(request: HttpRequest, action: str | None) -> None:

@@ -11,5 +11,5 @@ register = template.Library()
 
 @register.inclusion_tag("live/feed.html")
 def live_feed() -> dict[str, object]:
-    deliveries = list(Delivery.objects.order_by("-pk")[:14])
+    deliveries = list(Delivery.objects.order_by("-pk")[:12])
     return {"deliveries": deliveries, "newest": deliveries[0].pk if deliveries else 0}

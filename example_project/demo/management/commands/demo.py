@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import sys
 import time
 from datetime import datetime
@@ -27,7 +28,7 @@ from outbox.models import Attempt, Message
 
 ON_STAGE = "OUTBOX_DEMO"  # set in the environment of the demo itself and of its dispatchers
 PATIENCE = 90  # seconds until the demo gives up on unsettled messages
-DEAD_LETTERS = "admin/outbox/message/?state=dead"
+DEAD_LETTERS = "admin/outbox/message/?place=dead"
 
 
 class Command(BaseCommand):
@@ -38,12 +39,13 @@ class Command(BaseCommand):
         parser.add_argument(
             "--serve", nargs="?", type=int, const=8000, metavar="PORT", help="open the admin afterwards"
         )
-        parser.add_argument("--size", type=int, default=100, help="objects per system (%(default)s)")
+        parser.add_argument("--size", type=int, default=80, help="objects per system (%(default)s)")
         parser.add_argument("--folder", type=Path, default=settings.BASE_DIR, help="where its files are made")
 
     def handle(self, *, serve: int | None, size: int, folder: Path, **options: Any) -> None:
         if ON_STAGE not in os.environ:
             enter_stage(folder.resolve())
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that nothing is left running
         log = folder / "demo.log"
         divert(logging.getLogger("outbox"), log)
         self.screen = Screen(self.stdout, self.style)

@@ -3,7 +3,7 @@
 
 const feed = document.getElementById("feed");
 const connection = document.getElementById("connection");
-const KEPT = 14;
+const KEPT = 12;
 
 const source = new EventSource(feed.dataset.stream);
 source.onopen = () => { connection.textContent = "connected"; };
