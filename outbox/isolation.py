@@ -81,6 +81,11 @@ def left_open(before: Collection[str], *, within: str, depth: int) -> set[str]:
 def _as_before(connection: Any, mark: Bookmark | None) -> bool:
     if mark is not None:
         return mark.savepoint is None or _back_to(connection, mark, mark.savepoint)
+    if connection.closed_in_transaction:  # at the end of such a block Django says nothing
+        connection.in_atomic_block = connection.closed_in_transaction = False
+        _forget_blocks(connection, blocks=0, savepoints=0, hooks=0)
+        connection.connection = None
+        return False
     try:
         if not has_open_transaction(connection):
             connection.close_if_unusable_or_obsolete()
