@@ -73,8 +73,8 @@ def _call(lease: Lease, function: Function) -> Any:
 
 def _leak(lease: Lease, aliases: set[str]) -> LeakedTransaction:
     return LeakedTransaction(
-        f"Handler {lease.handler.name!r} left a transaction open on {', '.join(sorted(aliases))}, or closed the connection "
-        "inside it: it was rolled back. Use transaction.atomic() as a context manager."
+        f"Handler {lease.handler.name!r} left a transaction open on {', '.join(sorted(aliases))}, or closed the "
+        "connection inside it: it was rolled back. Use transaction.atomic() as a context manager."
     )
 
 

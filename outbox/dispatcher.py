@@ -12,19 +12,18 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import replace
 
 from django.db import Error, reset_queries
 
 from outbox.database import close_quietly
-from outbox.handlers import Handler
 from outbox.heartbeat import Heartbeat
 from outbox.housekeeping import Housekeeping
 from outbox.leases import Claim, Claimer, Lease, Settled, Settlement, charge
 from outbox.models import Outcome
 from outbox.outages import Outage
+from outbox.plans import NOTHING, Plan, Progress
 from outbox.registration import REPORT_EVERY, Registration, worker_name
 from outbox.settler import Settler
 from outbox.slots import Slots, Want
@@ -37,31 +36,9 @@ logger = logging.getLogger("outbox")
 
 POLL_JITTER = 0.2  # of the poll interval, added at random: processes started together shall not look together
 CONTENDED_PAUSE = 0.05  # seconds at most before looking again at rows that somebody else was taking
-CONTENDED_LOOKS = 40  # without progress, until --drain leaves rows to those who have locked them
 SHORT_RUN_TRIES = 3  # of a claim while the database is away, in runs that shall end by themselves
 LAST_WRITES = 5.0  # seconds beyond the grace for writing the last outcomes
 LEAVING = 1.0  # seconds that a process takes at most to end after its last writes
-NOTHING = Want(limit=0, start=0, room={})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How one dispatcher works. Durations are seconds; ``limit``: start at most so many messages, then stop."""
-
-    using: str
-    handlers: Sequence[Handler]
-    concurrency: int
-    lease: float
-    poll: float
-    grace: float
-    batch: int
-    mode: Literal["run", "once", "drain"] = "run"
-    limit: int | None = None
-    exit_on_database_error: bool = False
-
-    @property
-    def ends_by_itself(self) -> bool:
-        return self.mode != "run" or self.limit is not None
 
 
 class Dispatcher:
@@ -72,8 +49,7 @@ class Dispatcher:
         self.name = worker_name()
         self.failure: str | None = None
         self.left_running = 0
-        self._left = plan.limit
-        self._passes = 0
+        self._progress = Progress(plan)
         self._stopping = threading.Event()
         self._waiter = Waiter(plan.using, plan.poll * (1 + POLL_JITTER))
         self._claimer = Claimer(using=plan.using, worker=self.name, handlers=plan.handlers)
@@ -147,8 +123,7 @@ class Dispatcher:
 
     def _may_continue(self, _lease: Lease) -> bool:
         """Whether a settled lane may go on in this process at once, instead of being woken for anybody."""
-        bounded = self.plan.mode == "once" or self._left is not None
-        return not (bounded or self._stopping.is_set() or self._solitude.occupied)
+        return self._progress.may_hand_over and not (self._stopping.is_set() or self._solitude.occupied)
 
     def _report_alive(self) -> None:
         now = time.monotonic()
@@ -180,13 +155,11 @@ class Dispatcher:
         return 1 if self.failure else 0
 
     def _loop(self) -> None:
-        misses = 0
         while not self._stopping.is_set():
             try:
                 was_empty = self._slots.is_empty()
                 claim = self._pass()
-                misses = 0 if claim.leases or claim.more or not claim.contended else misses + 1
-                if self._is_fulfilled(claim, was_empty, misses):
+                if self._progress.is_fulfilled(claim, was_empty=was_empty, is_empty=self._slots.is_empty()):
                     return
                 if not claim.leases and not claim.more:
                     self._wait(contended=claim.contended)
@@ -208,9 +181,7 @@ class Dispatcher:
         claim = self._claimer.claim(want.limit, seconds=self.plan.lease, start=want.start, room=want.room, alone=alone)
         self._worked_at = time.monotonic()
         self._outage.over()
-        self._passes += 1
-        if self._left is not None:
-            self._left -= len(claim.leases)
+        self._progress.note(claim)
         self._slots.add(claim.leases)
         self._solitude.note(claim)
         self._closed.update(_closed(claim))
@@ -219,18 +190,9 @@ class Dispatcher:
         return claim
 
     def _want(self) -> Want:
-        want = self._slots.want()
         if not self._solitude.may_claim(empty=self._slots.is_empty()):
             return NOTHING
-        if self.plan.mode == "once":
-            if self._passes:
-                return NOTHING
-            most = self.plan.batch if self._left is None else min(self.plan.batch, self._left)
-            return Want(limit=most, start=0, room=dict.fromkeys(want.room, most))
-        if self._left is not None:
-            most = min(want.limit, self._left)
-            return Want(limit=most, start=most, room=want.room)
-        return want
+        return self._progress.within(self._slots.want())
 
     def _start_queued(self) -> None:
         """Charge the queued messages for which a slot is free, and start them."""
@@ -257,15 +219,6 @@ class Dispatcher:
         stuck = self._slots.abandoned()
         if stuck >= self.plan.concurrency and not self._stopping.is_set():
             self._give_up(f"{stuck} handlers are stuck beyond their timeout; their threads cannot be stopped")
-
-    def _is_fulfilled(self, claim: Claim, was_empty: bool, misses: int) -> bool:
-        if not self.plan.ends_by_itself:
-            return False
-        if (self.plan.mode == "once" and self._passes) or self._left == 0:
-            return self._slots.is_empty()
-        if self.plan.mode != "drain" or claim.leases or claim.more or claim.lonely:
-            return False
-        return was_empty and (not claim.contended or misses >= CONTENDED_LOOKS)
 
     def _wait(self, *, contended: bool) -> None:
         now = time.monotonic()

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from django.db import connections, transaction
 
 from outbox import stage
-from outbox.dispatcher import Dispatcher, Plan
+from outbox.dispatcher import Dispatcher
 from outbox.models import Attempt, Message
+from outbox.plans import Plan
 from outbox.registry import registry
 from tests.waiting import wait_until
 

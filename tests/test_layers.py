@@ -20,7 +20,7 @@ LAYERS = [
     {"lanes", "intents"},
     {"leases", "operations", "retention"},
     {"delivery", "verdicts", "heartbeat", "outages", "registration", "overview"},
-    {"staging", "recording", "durable", "slots", "solitude", "workers", "settler", "housekeeping", "dispatcher", "supervisor", "checks", "explain"},
+    {"staging", "recording", "durable", "slots", "plans", "solitude", "workers", "settler", "housekeeping", "dispatcher", "supervisor", "checks", "explain"},
     {"apps", "admin", "testing", "pytest_plugin", "management", "logs", "migrations"},
     {""},  # outbox/__init__.py: the public names
 ]

@@ -17,9 +17,10 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import DEFAULT_DB_ALIAS, Error, connections
 
 from outbox.conf import options
-from outbox.dispatcher import Dispatcher, Plan
+from outbox.dispatcher import Dispatcher
 from outbox.handlers import Handler, registry
 from outbox.models import Message
+from outbox.plans import Plan
 
 logger = logging.getLogger("outbox")
 
