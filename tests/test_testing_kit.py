@@ -7,6 +7,7 @@ import threading
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from importlib.metadata import entry_points
 from pathlib import Path
 from unittest import mock
 
@@ -651,6 +652,10 @@ def test_in_autocommit(outbox_drain, outbox_staged):
 """
 
 
+# The entry point of an installed distribution loads the plugin already.
+PLUGIN = [] if entry_points(group="pytest11", name="outbox") else ["-p", "outbox.pytest_plugin"]
+
+
 def run_in(directory, *arguments, **environment):
     paths = os.pathsep.join([str(directory), str(ROOT)])
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "DJANGO"))}
@@ -675,7 +680,7 @@ def test_a_small_project_tests_on_sqlite_in_memory(tmp_path, runner):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     commands = {
         "django": ["-m", "django", "test", "tests"],
-        "pytest": ["-m", "pytest", "-p", "outbox.pytest_plugin", "test_tiny.py", "tests.py"],
+        "pytest": ["-m", "pytest", *PLUGIN, "test_tiny.py", "tests.py"],
     }
     process = run_in(tmp_path, *commands[runner], DJANGO_SETTINGS_MODULE="tiny_settings")
     assert process.returncode == 0, process.stdout + process.stderr
@@ -691,6 +696,6 @@ def test_the_plugin_leaves_a_project_without_the_app_in_peace(tmp_path):
         "def test_asks_for_the_app(outbox_drain):\n"
         "    pass\n"
     )
-    process = run_in(tmp_path, "-m", "pytest", "-p", "no:django", "-p", "outbox.pytest_plugin")
+    process = run_in(tmp_path, "-m", "pytest", "-p", "no:django", *PLUGIN)
     assert "1 passed, 1 error" in process.stdout, process.stdout + process.stderr
     assert "needs 'outbox' in INSTALLED_APPS" in process.stdout
