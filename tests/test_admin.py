@@ -247,6 +247,8 @@ def orders():
         ("error:Connection*", ["dead"]),
         ("error:E7", ["dead"]),
         ("error:Other", []),
+        ("error:*", ["dead"]),
+        ("key:order*", ["paid", "blank"]),
         ("worker:web-1*", ["paid"]),
         ("worker:web-1/7", ["paid"]),
         (f"lane:{LANE}", ["percent"]),
@@ -290,6 +292,25 @@ def test_a_filter_shows_and_finds_a_name_that_nobody_declares(admin_client):
     assert listed(response) == [old.pk]
     assert "Topic: order.old" in text_of(response)
     assert listed(admin_client.get(LIST, {"topic": "<b>"})) == []
+
+
+@pytest.mark.parametrize("name", ["topic", "handler", "since", "unroutable", "place", "p", "o", "q", "all", "e"])
+@pytest.mark.parametrize("value", ["", "\x00", "%", "-1", "9" * 30, "1.1", "<b>"])
+def test_no_value_of_a_filter_breaks_the_page(admin_client, orders, name, value):
+    assert admin_client.get(LIST, {name: value}).status_code == 200
+
+
+def test_a_handler_is_found_with_all_its_payload_versions(admin_client):
+    first = rows.message(handler="order.paid.audit")
+    second = rows.delivered(handler="order.paid.audit", route="order.paid.audit@2", payload_version=2)
+    rows.message(handler="order.paid.audits")
+    assert listed(admin_client.get(LIST, {"handler": "order.paid.audit"})) == [second.pk, first.pk]
+
+
+def test_what_failed_before_a_delivery_is_no_trouble_any_more(admin_client):
+    rows.delivered(error_type="a.TimeoutError", error_text="no answer")
+    assert "no answer" not in text_of(admin_client.get(LIST))
+    assert not listed(admin_client.get(LIST, {"q": "error:TimeoutError"}))
 
 
 def test_unroutable_messages_are_a_filter(admin_client):

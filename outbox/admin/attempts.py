@@ -29,7 +29,8 @@ class AttemptChangeList(CappedChangeList):
     """Of an error only its beginning, and no traceback."""
 
     def rows(self) -> QuerySet[Any]:
-        return super().rows().defer("error_text", "traceback").annotate(error_start=Left(F("error_text"), ERROR_START))
+        light = super().rows().defer("error_text", "traceback")
+        return clocked(light, error_start=Left(F("error_text"), ERROR_START))
 
 
 class AttemptAdmin(ReadOnlyAdmin):
@@ -58,7 +59,7 @@ class AttemptAdmin(ReadOnlyAdmin):
         return text
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        return clocked(super().get_queryset(request))
+        return clocked(super().get_queryset(request))  # for the page of one
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[AttemptChangeList]:
         return AttemptChangeList

@@ -12,7 +12,7 @@ from outbox.admin.base import ReadOnlyAdmin
 from outbox.admin.places import Place, badge, place_of
 from outbox.admin.shown import NOTHING, about, ago, error_line, key_tag, lateness, plain, short, time_tag
 from outbox.handlers import registry
-from outbox.models import Message, Reason
+from outbox.models import Message, Reason, State
 
 KEY_LENGTH = 30
 ERROR_LENGTH = 64
@@ -57,6 +57,8 @@ class MessageCells(ReadOnlyAdmin):
 
     @admin.display(description=gettext_lazy("error"), empty_value=NOTHING)
     def error(self, message: Message) -> SafeString | None:
+        if message.state == State.DELIVERED:
+            return None  # whatever failed before: it is no trouble any more, and its page tells it
         text = self.redact(message, "error", message.error_start)  # type: ignore[attr-defined]
         if message.error_type or text:
             whole = short(f"{message.error_type}: {text}", 300)

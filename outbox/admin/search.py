@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from django.db.models import Q, Value
-from django.db.models.functions import Left
-from django.db.models.lookups import Exact
+from django.db.models import Q
 from django.utils.translation import gettext_lazy as _
+
+from outbox.models import State
 
 HELP = _(
     "An exact key or id, or terms that narrow: "
@@ -44,20 +44,19 @@ def _id(column: str, text: str) -> Q:
 
 
 def _text(column: str, text: str) -> Q:
-    """Exact, or a beginning before ``*``. LIKE folds case on SQLite, hence the second look."""
-    if not text.endswith("*"):
-        return Q(**{column: text})
-    start = text[:-1]
-    if not start:
-        return ~Q(**{column: ""})
-    return Q(**{f"{column}__startswith": start}) & Q(Exact(Left(column, len(start)), Value(start)))
+    """Exact, or a beginning before ``*``."""
+    return Q(**{f"{column}__begins": text[:-1]} if text.endswith("*") else {column: text})
 
 
 def _error(text: str) -> Q:
-    """A type by its full or short name, or a code; ``*`` at the end asks for a beginning."""
+    """A type by its full or short name, or a code; ``*`` at the end asks for a beginning.
+
+    Not of delivered messages: no index knows errors, and it spares the reading of a long history.
+    """
     start = text.removesuffix("*")
     name = {"error_type__endswith" if start == text else "error_type__contains": f".{start}"}
-    return _text("error_type", text) | _text("error_code", text) | Q(**name)
+    found = _text("error_type", text) | _text("error_code", text) | Q(**name)
+    return Q(state__in=(State.PENDING, State.DEAD, State.DISCARDED)) & found & ~Q(error_type="", error_code="")
 
 
 _MEANINGS: dict[str | None, Callable[[str], Q]] = {
