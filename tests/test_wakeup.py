@@ -291,7 +291,9 @@ def test_no_connection_is_opened_for_a_hint():
 
 @postgresql
 @pytest.mark.parametrize(
-    "options", [{}, {"prepare_threshold": 0}, {"server_side_binding": True}, {"pool": {"min_size": 1, "max_size": 2}}]
+    "options",
+    [{}, {"prepare_threshold": 0, "server_side_binding": True}, {"pool": {"min_size": 1, "max_size": 2}}],
+    ids=["usual", "prepared", "pooled"],
 )
 def test_a_notification_leaves_nothing_in_the_session(alias, listener, options):
     pytest.importorskip("psycopg")
@@ -449,6 +451,21 @@ def test_probes_of_others_wake_nobody(waiter, second_connection):
     session.ensure_connection()
     listening.notify(session, wakeup.channel(), "0123456789abcdef")
     assert not quiet.wait(4 * SHORT)
+
+
+@postgresql
+def test_only_its_own_probe_proves_a_listener(waiter, second_connection, monkeypatch):
+    """Behind a pooler, what arrives in answer to LISTEN itself proves nothing."""
+    monkeypatch.setattr(listening, "may_notify", lambda connection: False)
+    unproven = waiter()
+    assert unproven.wait(LONG), "it listens"
+    session = second_connection()
+    session.ensure_connection()
+    listening.notify(session, wakeup.channel(), "0123456789abcdef")
+    assert not unproven.wait(4 * SHORT)
+    assert unproven.mode == "poll"
+    notify_from(session)
+    assert unproven.wait(LONG), "it is heard all the same"
 
 
 @postgresql
