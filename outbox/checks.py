@@ -60,17 +60,17 @@ def _found(check_id: str, fact: str, hint: str) -> CheckMessage:
     return _KINDS[check_id.removeprefix("outbox.")[0]](fact, hint=f"{hint} ({anchor(check_id)})", id=check_id)
 
 
-def _check(*tags: str) -> Callable[[Callable[..., Iterable[CheckMessage]]], Callable[..., list[CheckMessage]]]:
-    """Register a generator as a system check; ``databases`` is given to those tagged for databases."""
+def _check(tag: str = "outbox") -> Callable[[Callable[..., Iterable[CheckMessage]]], Callable[..., list[CheckMessage]]]:
+    """Register a generator as a system check; one that is tagged for databases is told which are to be asked."""
 
     def decorate(generator: Callable[..., Iterable[CheckMessage]]) -> Callable[..., list[CheckMessage]]:
         def check(
             app_configs: Sequence[AppConfig] | None = None, databases: Sequence[str] | None = None, **kwargs: Any
         ) -> list[CheckMessage]:
-            return list(generator(databases or ()) if Tags.database in tags else generator())
+            return list(generator(databases or ()) if tag == Tags.database else generator())
 
         check.__name__ = generator.__name__  # functools.wraps would show Django the generator's signature
-        return register(check, "outbox", *tags)
+        return register(check, tag)
 
     return decorate
 

@@ -22,13 +22,14 @@ from django.db.models import Exists, OuterRef, Q
 from outbox import wakeup
 from outbox.conf import options
 from outbox.database import ServerNow, again, impatient_transaction, is_race, locked, server_now
-from outbox.fields import from_micros
+from outbox.fields import EPOCH, from_micros
 from outbox.models import Attempt, Dispatcher, Intervention, Message, MessageQuerySet, State
 
 BATCH = 500  # rows in one transaction
 REFUSALS = 20  # locks that did not come in time, after which all the rest is left for the next time
 ORPHAN_WINDOW = 5000  # attempts or interventions looked at by one statement
 FORGET_DISPATCHER = timedelta(days=1)  # after it was believed lost
+CENTURY = 36525 * 86400.0  # seconds
 SWEEP_WINDOW = 10_000  # unfinished rows of lanes looked at by one statement
 SWEEP_WINDOWS = 10  # of one sweep
 _SEEN = ("pk", "settled_at", "state", "payload_pruned", "lane")
@@ -116,7 +117,7 @@ def _payloads(run: _Run, age: float, row_age: float) -> int:
         return 0
     rows = _settled(run, State.DELIVERED, False, age)
     if row_age:
-        rows = rows.filter(settled_at__gt=run.now - timedelta(seconds=row_age))
+        rows = rows.filter(settled_at__gt=_ago(run, row_age))
 
     def empty(ids: Sequence[int]) -> None:
         Message.objects.using(run.using).filter(pk__in=ids).update(payload=None, headers=None, payload_pruned=True)
@@ -134,11 +135,15 @@ def _rows(run: _Run, state: State, age: float) -> int:
 
 def _settled(run: _Run, state: State, payload_pruned: bool, age: float) -> MessageQuerySet:
     """One range of the index (state, payload_pruned, settled_at), without rows that block a lane."""
-    limit = run.now - timedelta(seconds=age)
     rows: MessageQuerySet = Message.objects.using(run.using).filter(
-        state=state, payload_pruned=payload_pruned, settled_at__lte=limit, lane=None
+        state=state, payload_pruned=payload_pruned, settled_at__lte=_ago(run, age), lane=None
     )
     return rows
+
+
+def _ago(run: _Run, seconds: float) -> datetime:
+    """So long before now, but not before the epoch, however long somebody wants to keep things."""
+    return max(EPOCH, run.now - timedelta(seconds=min(seconds, CENTURY)))
 
 
 def _each_batch(run: _Run, rows: MessageQuerySet, change: Callable[[Sequence[int]], None]) -> int:

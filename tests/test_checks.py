@@ -308,7 +308,7 @@ def test_a_database_without_the_tables_is_left_alone(monkeypatch):
 @pytest.mark.django_db(transaction=True)
 def test_the_check_command_runs_them():
     handler("order.paid")(deliver)
-    call_command("check", "--database", "default", "--tag", "outbox")
+    call_command("check", "--database", "default", "--tag", "outbox", "--tag", "database")
 
 
 # --- documentation ----------------------------------------------------------------------------------------------------

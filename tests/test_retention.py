@@ -74,6 +74,11 @@ def test_nothing_is_pruned_where_retention_is_disabled(settings):
     assert Message.objects.filter(payload_pruned=False).count() == 3
 
 
+def test_the_longest_retention_keeps_everything():
+    rows.delivered(4000 * DAY)
+    assert prune("default", payloads_after=1e18, after=1e18, dead_after=1e18) == Pruned()
+
+
 def test_the_servers_clock_decides_the_age(monkeypatch):
     limit = 30 * DAY
     row = rows.delivered()

@@ -19,6 +19,7 @@ from outbox.models import Message
 USAGE = 2  # exit codes; 1 is any other error
 THRESHOLD = 3
 LARGEST_ID = 2**63 - 1
+LONGEST = 36525 * 86400.0  # seconds
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d|)\Z", re.ASCII)
@@ -29,7 +30,10 @@ def duration(text: str) -> float:
     match = _DURATION.match(text.strip())
     if match is None:
         raise ArgumentTypeError(f"{text!r} is no duration: give seconds, or a number with s, m, h or d, as in 30d")
-    return float(match[1]) * _UNITS[match[2]]
+    seconds = float(match[1]) * _UNITS[match[2]]
+    if seconds > LONGEST:
+        raise ArgumentTypeError(f"{text!r} is longer than a century")
+    return seconds
 
 
 def since(text: str) -> timedelta | datetime:
