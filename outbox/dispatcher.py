@@ -100,6 +100,11 @@ class Dispatcher:
         self._stopping.set()
         self._waiter.wake()
 
+    def abandon(self) -> None:
+        """Note that the thread of `run` hangs, in a statement without an answer, and that nobody waits for it."""
+        self.failure = self.failure or f"Dispatcher {self.name} did not stop within its grace"
+        self.left_running += 1
+
     @property
     def counts(self) -> dict[str, int]:
         """What became of the messages so far."""
@@ -142,17 +147,24 @@ class Dispatcher:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Work until stopped; returns the exit code, 0 or 1. Blocks the calling thread."""
+        """Work until stopped; returns the exit code, 0 or 1. Blocks the calling thread, and raises nothing."""
+        try:
+            try:
+                self._start()
+                self._loop()
+            finally:
+                self._shut_down()
+        except BaseException as error:
+            logger.exception("Dispatcher %s failed.", self.name)
+            self.failure = self.failure or f"{type(error).__name__}: {error}"
+        return 1 if self.failure else 0
+
+    def _start(self) -> None:
         self._workers.start()
         self._settler.start()
         self._heartbeat.start()
         if not self.plan.ends_by_itself:
             self._housekeeping.start()
-        try:
-            self._loop()
-        finally:
-            self._shut_down()
-        return 1 if self.failure else 0
 
     def _loop(self) -> None:
         while not self._stopping.is_set():

@@ -60,7 +60,8 @@ class Heartbeat:
 
     def stop(self, timeout: float | None = None) -> None:
         self._stopped.set()
-        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._thread.join(timeout)
 
     def _loop(self) -> None:
         pause = 0.0

@@ -90,7 +90,8 @@ class Settler:
         with self._news:
             self._stopped = True
             self._news.notify()
-        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._thread.join(timeout)
 
     def _loop(self) -> None:
         try:

@@ -8,8 +8,11 @@ import os
 import signal
 import sys
 import threading
+import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,14 +20,19 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import DEFAULT_DB_ALIAS, Error, connections
 
 from outbox.conf import options
-from outbox.dispatcher import Dispatcher
+from outbox.database import close_quietly
+from outbox.dispatcher import LAST_WRITES, Dispatcher
 from outbox.handlers import Handler, registry
+from outbox.management.operator import USAGE
 from outbox.models import Message
 from outbox.plans import Plan
 
 logger = logging.getLogger("outbox")
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK") if hasattr(signal, name))
+GLANCE = 0.1  # seconds between two looks for a signal
+MARGIN = 5.0  # seconds beyond the grace and the last writes, after which a stop does not wait for its threads any more
+COUNTS = ("processed", "delivered", "retried", "dead", "discarded", "skipped")
 
 
 def seconds(text: str) -> float:
@@ -47,6 +55,11 @@ class Command(BaseCommand):
         "finish within the grace and exits with 0; the second exits at once with 128 + the signal's number."
     )
     stealth_options = ("stop_event",)
+    _owns_the_process = False
+
+    def run_from_argv(self, argv: list[str]) -> None:
+        self._owns_the_process = True
+        super().run_from_argv(argv)
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         current = options()
@@ -67,49 +80,33 @@ class Command(BaseCommand):
         add("--format", choices=("text", "json"), default="text", help="of the report (%(default)s)")
 
     def handle(self, *args: Any, stop_event: threading.Event | None = None, **given: Any) -> None:
-        handlers = _selected(given["topic"], given["exclude_topic"])
-        dispatchers = []
-        for using in given["database"] or [DEFAULT_DB_ALIAS]:
+        handlers = _selected(_list(given["topic"]), _list(given["exclude_topic"]))
+        aliases = list(dict.fromkeys(_list(given["database"]) or [DEFAULT_DB_ALIAS]))
+        for using in aliases:
             _check_table(using)
-            dispatchers.append(Dispatcher(_plan(using, handlers, given)))
-        restore = self._take_signals(dispatchers)
-        try:
-            codes = _run(dispatchers, stop_event)
-        finally:
-            restore()
+        dispatchers = [Dispatcher(_plan(using, handlers, given)) for using in aliases]
+        with _stop_signals() as seen:
+            _run(dispatchers, lambda: bool(seen) or (stop_event is not None and stop_event.is_set()))
         self._print_report(dispatchers, given["format"])
         failures = [each.failure for each in dispatchers if each.failure]
-        if any(each.left_running for each in dispatchers):
-            _leave(max(codes), failures)
+        if self._owns_the_process and any(each.left_running for each in dispatchers):
+            _leave(failures)
         if failures:
             raise CommandError("; ".join(failures), returncode=1)
 
-    def _take_signals(self, dispatchers: list[Dispatcher]) -> Any:
-        """Stop on the first signal, leave at once on the second. Returns what brings the former handlers back."""
-        seen: list[int] = []
-
-        def on_signal(number: int, _frame: object) -> None:
-            seen.append(number)
-            if len(seen) > 1:
-                os._exit(128 + number)
-            for each in dispatchers:
-                each.stop()
-
-        if threading.current_thread() is not threading.main_thread():
-            logger.debug("Not in the main thread: the dispatcher takes no signals.")
-            return lambda: None
-        former = {number: signal.signal(number, on_signal) for number in SIGNALS}
-        return lambda: [signal.signal(number, handler) for number, handler in former.items()]
-
-    def _print_report(self, dispatchers: list[Dispatcher], form: str) -> None:
+    def _print_report(self, dispatchers: Sequence[Dispatcher], form: str) -> None:
         counts: Counter[str] = Counter()
         for each in dispatchers:
             counts.update(each.counts)
-        names = ("processed", "delivered", "retried", "dead", "discarded", "skipped")
         if form == "json":
-            self.stdout.write(json.dumps({name: counts[name] for name in names}))
+            self.stdout.write(json.dumps({name: counts[name] for name in COUNTS}))
         else:
-            self.stdout.write(", ".join(f"{name} {counts[name]}" for name in names))
+            self.stdout.write(", ".join(f"{name} {counts[name]}" for name in COUNTS))
+
+
+def _list(given: str | Sequence[str]) -> list[str]:
+    """The values of a repeatable option; `call_command` may pass a single one."""
+    return [given] if isinstance(given, str) else list(given)
 
 
 def _selected(topics: list[str], excluded: list[str]) -> list[Handler]:
@@ -125,6 +122,9 @@ def _selected(topics: list[str], excluded: list[str]) -> list[Handler]:
         names = ", ".join(sorted({each.name for each in registry.duplicates}))
         hint = "Give each its own: @handler(..., name=…)."
         raise CommandError(f"Several handlers are named {names}. {hint}", returncode=1)
+    for glob in topics:
+        if not any(fnmatchcase(each.topic, glob) for each in registry.handlers()):
+            logger.warning("No topic with a handler matches %r.", glob)
     handlers = [
         each
         for each in registry.handlers()
@@ -133,22 +133,24 @@ def _selected(topics: list[str], excluded: list[str]) -> list[Handler]:
     ]
     if not handlers:
         known = ", ".join(sorted({each.topic for each in registry.handlers()})) or "none"
-        raise CommandError(f"No handler matches; topics with a handler: {known}.", returncode=2)
+        raise CommandError(f"No handler matches; topics with a handler: {known}.", returncode=USAGE)
     return handlers
 
 
 def _check_table(using: str) -> None:
     """Refuse to run where the tables are missing; a database that does not answer is waited for."""
     if using not in connections:
-        raise CommandError(f"There is no database {using!r}; known: {', '.join(connections)}.", returncode=2)
+        raise CommandError(f"There is no database {using!r}; known: {', '.join(connections)}.", returncode=USAGE)
     connection = connections[using]
     try:
         with connection.cursor() as cursor:
             tables = connection.introspection.table_names(cursor)
     except Error as error:
         logger.warning("The database %r does not answer yet: %s", using, error)
-        connection.close()
         return
+    finally:
+        if not connection.in_atomic_block:
+            close_quietly(using)  # this thread will not need it again
     if Message._meta.db_table not in tables:
         raise CommandError(
             f"The database {using!r} has no outbox tables. Run: manage.py migrate outbox --database {using}",
@@ -158,7 +160,7 @@ def _check_table(using: str) -> None:
 
 def _plan(using: str, handlers: list[Handler], given: dict[str, Any]) -> Plan:
     if given["lease"] <= 0 or given["poll"] <= 0:
-        raise CommandError("--lease and --poll must be greater than 0.", returncode=2)
+        raise CommandError("--lease and --poll must be greater than 0.", returncode=USAGE)
     return Plan(
         using=using,
         handlers=handlers,
@@ -173,29 +175,59 @@ def _plan(using: str, handlers: list[Handler], given: dict[str, Any]) -> Plan:
     )
 
 
-def _run(dispatchers: list[Dispatcher], stop_event: threading.Event | None) -> list[int]:
-    """Run each dispatcher in a thread of its own, so that this one is free for signals, whatever the database does."""
-    codes: list[int] = []
-    threads = [
-        threading.Thread(target=lambda each=each: codes.append(each.run()), name="outbox-loop", daemon=True)
-        for each in dispatchers
-    ]
-    for thread in threads:
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collect the first stop signal in a list; leave the process at once on the second.
+
+    The handler only notes it: what it interrupts may hold any lock.
+    """
+    seen: list[int] = []
+
+    def on_signal(number: int, _frame: object) -> None:
+        if seen:
+            os._exit(128 + number)
+        seen.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        logger.debug("Not in the main thread: the dispatcher takes no signals.")
+        yield seen
+        return
+    hangup = getattr(signal, "SIGHUP", None)  # ignored under nohup, and so it stays
+    taken = [each for each in SIGNALS if each != hangup or signal.getsignal(each) != signal.SIG_IGN]
+    former = {number: signal.signal(number, on_signal) for number in taken}
+    try:
+        yield seen
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _run(dispatchers: Sequence[Dispatcher], is_stopped: Callable[[], bool]) -> None:
+    """Run each dispatcher in a thread of its own, so that this one is free for signals, whatever the database does.
+
+    When one of them gives up, all stop: whoever watches the process must see it end.
+    """
+    threads = {each: threading.Thread(target=each.run, name="outbox-loop", daemon=True) for each in dispatchers}
+    for thread in threads.values():
         thread.start()
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(0.1)
-            if stop_event is not None and stop_event.is_set():
-                for each in dispatchers:
-                    each.stop()
-    return codes if len(codes) == len(dispatchers) else [1]
+    leave_at: float | None = None
+    while alive := [each for each, thread in threads.items() if thread.is_alive()]:
+        threads[alive[0]].join(GLANCE)
+        if leave_at is None and (is_stopped() or any(each.failure for each in dispatchers)):
+            leave_at = time.monotonic() + max(each.plan.grace for each in dispatchers) + LAST_WRITES + MARGIN
+            for each in dispatchers:
+                each.stop()
+        if leave_at is not None and time.monotonic() > leave_at:
+            for each in alive:
+                each.abandon()
+            return
 
 
-def _leave(code: int, failures: list[str]) -> None:
+def _leave(failures: Sequence[str]) -> None:
     """Leave the process although threads are stuck in handlers: interpreter shutdown must not wait for them."""
     for failure in failures:
         sys.stderr.write(f"{failure}\n")
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(1 if failures else 0)
