@@ -80,7 +80,7 @@ def insert_or_find(using: str, table: Table, rows: Sequence[Row]) -> tuple[dict[
     taken: dict[RowKey, Found] = {}
     with transaction.mark_for_rollback_on_error(using=using):
         for chunk in _chunks(connection, rows):
-            _settle_chunk(connection, table, chunk, new, taken)
+            _insert_or_find_chunk(connection, table, chunk, new, taken)
     return new, taken
 
 
@@ -102,7 +102,7 @@ def length_in_statement(text: str) -> int:
     return len(text.encode()) + text.count('"') + text.count("'") + text.count("\\")
 
 
-def _settle_chunk(
+def _insert_or_find_chunk(
     connection: Any,
     table: Table,
     rows: Sequence[Row],
@@ -118,12 +118,12 @@ def _settle_chunk(
             if _skips(connection) or not database.is_duplicate(connection, error):
                 raise
             refusal = error
-        open_rows = [row for row in rows if row[:2] not in new]
-        if not open_rows:
+        left = [row for row in rows if row[:2] not in new]
+        if not left:
             return
-        taken.update(_find(connection, table, {row[0] for row in open_rows}))
-        rows = [row for row in open_rows if row[:2] not in taken]
-        if refusal is not None and len(rows) == len(open_rows):
+        taken.update(_find(connection, table, {row[0] for row in left}))
+        rows = [row for row in left if row[:2] not in taken]
+        if refusal is not None and len(rows) == len(left):
             raise refusal  # nothing explains it: no duplicate of ours
         tries -= refusal is None
         if not rows or not tries:
