@@ -180,7 +180,7 @@ def handler(
     ordering: str = "key",
     dead_head: str = "skip",
     atomic: bool = False,
-    payload_versions: Iterable[int] = (1,),
+    payload_versions: int | Iterable[int] = (1,),
     aliases: Iterable[str] = (),
     share: float | None = None,
 ) -> Callable[[F], F]:
@@ -195,9 +195,14 @@ def handler(
     topic_name = topic.name if isinstance(topic, Topic) else topic
     _check_name(topic_name, "topic")
     handler_name = topic_name if name is None else name
-    for each in (handler_name, *aliases):
+    _demand(not isinstance(aliases, str), handler_name, f"aliases must be a list of names, not {aliases!r}")
+    former = tuple(aliases)
+    for each in (handler_name, *former):
         _check_name(each, "handler")
-    versions = tuple(payload_versions)
+    versions = (payload_versions,) if isinstance(payload_versions, int) else tuple(payload_versions)
+    _demand(
+        retry is None or isinstance(retry, RetryPolicy), handler_name, f"retry must be a RetryPolicy, not {retry!r}"
+    )
     _demand(ordering in ORDERINGS, handler_name, f"ordering must be one of {ORDERINGS}, not {ordering!r}")
     _demand(dead_head in DEAD_HEADS, handler_name, f"dead_head must be one of {DEAD_HEADS}, not {dead_head!r}")
     _demand(max_attempts is None or max_attempts >= 1, handler_name, "max_attempts must be at least 1")
@@ -219,9 +224,10 @@ def handler(
             dead_head=dead_head,
             atomic=atomic,
             payload_versions=versions,
-            aliases=tuple(aliases),
+            aliases=former,
         )
         _demand(callable(function), handler_name, f"{function!r} is not callable")
+        _demand(_takes_a_message(function), handler_name, f"{function!r} must take one argument, the message")
         _demand(not (atomic and new.is_async), handler_name, "async and atomic: there is no async transaction")
         registry.register(new)
         return function
@@ -232,6 +238,16 @@ def handler(
 def _demand(fact: bool, name: str, text: str) -> None:
     if not fact:
         raise ImproperlyConfigured(f"Handler {name!r}: {text}.")
+
+
+def _takes_a_message(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that does not tell
+        return True
+    return True
 
 
 def _check_name(name: object, what: str) -> None:
