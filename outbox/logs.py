@@ -15,7 +15,7 @@ from typing import Any
 from django.dispatch import receiver
 
 from outbox import signals
-from outbox.models import Outcome
+from outbox.models import Outcome, Reason
 from outbox.signals import Event
 from outbox.texts import one_line
 
@@ -106,7 +106,8 @@ def snoozed(event: Event, **kwargs: Any) -> None:
 @receiver(signals.discarded)
 def discarded(event: Event, **kwargs: Any) -> None:
     reason = f"{event.reason or 'handler'}{': ' if event.error_text else ''}{one_line(event.error_text)}"
-    _write(logging.INFO, event, f"was discarded ({reason})")
+    # What people discard by the thousand is on record already, as interventions.
+    _write(logging.DEBUG if event.reason == Reason.OPERATOR else logging.INFO, event, f"was discarded ({reason})")
 
 
 @receiver(signals.released)

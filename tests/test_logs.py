@@ -113,6 +113,7 @@ def test_a_lost_lease_is_logged_once_per_event(lines):
             "INFO",
             "was discarded (handler: cancelled).",
         ),
+        (signals.discarded, {"reason": "operator"}, "DEBUG", "was discarded (operator)."),
         (signals.released, {}, "DEBUG", "was given back; due now."),
         (
             signals.released,
