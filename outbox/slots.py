@@ -73,13 +73,17 @@ class Slots:
         with self._lock:
             waiting = {name: len(leases) for name, leases in self._queued.items()}
             total = sum(waiting.values())
-            room = {each.name: self.cap(each) - self._busy[each.name] - waiting[each.name] for each in self.handlers}
+            now = {
+                each.name: max(0, self.cap(each) - self._busy[each.name] - waiting[each.name]) for each in self.handlers
+            }
+            free = max(0, self.concurrency - len(self._occupied) - total)
             stock = {each.name: self._stock(each) for each in self.handlers}
             if total <= self._batch // 2 and any(stock.values()):
-                room = {name: max(0, count) + max(0, stock[name] - waiting[name]) for name, count in room.items()}
-                return Want(limit=self._batch - total, start=0, room=room)
-            limit = max(0, self.concurrency - len(self._occupied) - total)
-            return Want(limit=limit, start=limit, room={name: max(0, count) for name, count in room.items()})
+                room = {name: count + max(0, stock[name] - waiting[name]) for name, count in now.items()}
+                # Whichever handlers they belong to: so many of them have a slot, and need no charge of their own.
+                start = min((free, *(now[name] for name, count in room.items() if count)))
+                return Want(limit=self._batch - total, start=0 if total else start, room=room)
+            return Want(limit=free, start=free, room=now)
 
     def _stock(self, handler: Handler) -> int:
         """How many messages of a handler to hold ready: what it does in a part of the lease, if more than its slots."""
