@@ -14,7 +14,7 @@ from outbox.admin.shown import NOTHING, about, ago, error_line, key_tag, latenes
 from outbox.handlers import registry
 from outbox.models import Message, Reason, State
 
-KEY_LENGTH = 30
+KEY_LENGTH = 28
 ERROR_LENGTH = 64
 WORKER_LENGTH = 20
 
@@ -68,11 +68,11 @@ class MessageCells(ReadOnlyAdmin):
             return format_html('<span class="outbox-quiet">{}</span>', Reason(message.reason).label)
         return None
 
-    @admin.display(description=gettext_lazy("due"), ordering="due_at", empty_value=NOTHING)
+    @admin.display(description=gettext_lazy("due or ended"), ordering="due_at", empty_value=NOTHING)
     def due(self, message: Message) -> SafeString | None:
         if message.settled_at is not None:
-            text = _("ended %(when)s") % {"when": ago(message.settled_at, message.clock)}
-            return format_html('<span class="outbox-quiet">{}</span>', time_tag(message.settled_at, text))
+            ended = time_tag(message.settled_at, ago(message.settled_at, message.clock))
+            return format_html('<span class="outbox-quiet">{}</span>', ended)
         if message.due_at is None:
             return None
         place = place_of(message, message.clock)
