@@ -23,29 +23,6 @@ from tests.waiting import wait_until
 # --- the whole play ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.process
-def test_the_demo_kills_a_dispatcher_and_balances_its_books(spawn, tmp_path):
-    process = spawn("demo", "--size", "24", "--folder", tmp_path)
-    assert process.wait(timeout=100) == 0, process.output()
-    told = process.output()
-    assert "(SIGKILL) with" in told
-    assert "The books balance." in told
-    assert "Dead letter" in told
-    assert "QUEUE_NOT_ALLOWED" in told
-    for system in ("media", "tasks", "ai_jobs"):
-        assert f"✓ {system}" in told
-
-
-@pytest.mark.process
-def test_the_demo_makes_a_fresh_database_of_its_own_each_time(spawn, tmp_path, database_kind):
-    if database_kind != "sqlite":
-        pytest.skip("On a server the demo plays in the database that DATABASE_URL names.")
-    (tmp_path / "demo.sqlite3").write_text("left over from yesterday")
-    process = spawn("demo", "--size", "16", "--folder", tmp_path, environment={"DATABASE_URL": ""})
-    assert process.wait(timeout=100) == 0, process.output()
-    assert (tmp_path / "demo.sqlite3").read_bytes().startswith(b"SQLite format 3")
-
-
 @pytest.fixture
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -53,15 +30,25 @@ def free_port():
 
 
 @pytest.mark.process
-def test_the_demo_opens_the_admin_with_the_dead_letter_until_it_is_stopped(spawn, tmp_path, free_port):
-    process = spawn("demo", "--size", "16", "--folder", tmp_path, "--serve", free_port)
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
+def test_the_demo_plays_kills_proves_and_serves_until_it_is_stopped(spawn, tmp_path, free_port, database_kind):
+    # On SQLite in a fresh file of its own, elsewhere in the database that DATABASE_URL names.
+    (tmp_path / "demo.sqlite3").write_text("left over from yesterday")
+    environment = {"DATABASE_URL": ""} if database_kind == "sqlite" else {}
+    process = spawn("demo", "--size", "24", "--folder", tmp_path, "--serve", free_port, environment=environment)
     wait_until(lambda: "Quit the server" in process.output() or process.poll() is not None, seconds=100)
+    told = process.output()
+    assert "killed in mid-work (SIGKILL)" in told
+    assert "QUEUE_NOT_ALLOWED" in told
+    assert [system for system in ("media", "tasks", "ai_jobs") if f"✓ {system}" not in told] == []
+    assert "The books balance." in told
     address = f"http://127.0.0.1:{free_port}/admin/outbox/message/?place=dead"
-    assert address in process.output()
+    assert address in told
     with urlopen(address) as response:
         assert response.url.startswith(f"http://127.0.0.1:{free_port}/admin/login/")
     process.terminate()
     assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert (tmp_path / "demo.sqlite3").exists() == (database_kind == "sqlite")
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
 """The three outboxes that this app replaces, row by row: their ids A1 to C10 stand in the names of the tests.
 
-Only public names are imported, and the example apps. A dispatcher is a real process; where a test must look inside a
-handler while that runs, it is `manage.py outbox_dispatch` called in this process, with its threads and its claims.
+Only public names are imported, and the example apps. `start` and `dispatch` run the dispatcher as a process of its own,
+`dispatch_here` runs the same command, with its threads and claims, in this process: where a test looks inside a handler
+that is running, or where one process more would show nothing more.
 """
 
 import asyncio
 import dataclasses
+import io
 import json
 import logging
 import os
@@ -109,8 +111,10 @@ def stop(process):
 
 
 def dispatch_here(*options):
-    """Run the command in this process."""
-    call_command("outbox_dispatch", "--drain", "--poll", "0.1", *options)
+    """Run a dispatcher in this process to its end; returns what it printed."""
+    output = io.StringIO()
+    call_command("outbox_dispatch", "--poll", "0.1", *options, stdout=output)
+    return output.getvalue()
 
 
 def run_async(awaitable):
@@ -222,13 +226,13 @@ def test_a04_a_dispatcher_refuses_to_start_while_required_topics_have_no_handler
     assert "ant.seen, zebra.seen." in unchecked.output()
 
 
-def test_a05_a_claim_may_be_for_one_topic_or_leave_some_out_or_be_by_key(dispatch):
+def test_a05_a_claim_may_be_for_one_topic_or_leave_some_out_or_be_by_key():
     with transaction.atomic():
         for topic in (topics.RATED, topics.MOVED, topics.WATCHED, topics.NOTIFICATION):
             stage(topic, {"title": "A film"}, event_key=topic.name)
-    dispatch("--drain", "--topic", "media.rated")
+    dispatch_here("--drain", "--topic", "media.rated")
     assert received() == ["media.rated"]
-    dispatch("--drain", "--exclude-topic", "media.moved", "--exclude-topic", "media.notif*")
+    dispatch_here("--drain", "--exclude-topic", "media.moved", "--exclude-topic", "media.notif*")
     assert received() == ["media.rated", "media.watched"]
     item = media.request("Another film")
     media.finish_download(item.pk)  # claims its own notification by key, not the older one
@@ -273,7 +277,7 @@ def test_a07_failures_wait_longer_and_longer_are_told_each_time_and_the_fifth_is
     buried.connect(observe)
     number = stage_now(topics.NOTIFICATION, {"title": "A film"}, event_key="doomed").ids[0]
     with caplog.at_level(logging.WARNING, "outbox"):
-        dispatch_here()
+        dispatch_here("--drain")
         drain(ignore_delays=True)
     assert told == [(1, False), (2, False), (3, False), (4, False), (5, True)]
     assert timedelta(seconds=1) <= waits[0] < timedelta(seconds=60)
@@ -313,7 +317,7 @@ def test_a08_one_topic_is_serial_different_topics_are_parallel_and_a_slow_one_ta
                 others_done.set()
 
     monkeypatch.setattr(world, "deliver", deliver)
-    dispatch_here("--concurrency", "20")
+    dispatch_here("--drain", "--concurrency", "20")
     assert set(states()) == {"delivered"}
     assert set(most.values()) == {1}
     for topic in ("slow", *map(str, topics.EVENTS)):
@@ -366,24 +370,25 @@ def test_a10_a_stop_with_a_time_limit_leaves_what_still_runs_to_others(start):
     assert message("running").state == "pending"
 
 
-def test_a11_chosen_effects_are_delivered_right_after_the_commit(dispatch):
+def test_a11_chosen_effects_are_delivered_right_after_the_commit():
     item = media.request("A film")
     result = media.finish_download(item.pk)
     assert result.completed_effects == (f"media.notification:{item.pk}",)
     assert received() == [f"media.notification:{item.pk}"]
-    dispatch("--drain")
+    dispatch_here("--drain")
     assert received("notifications") == [f"media.notification:{item.pk}"]  # not again
     assert set(states()) == {"delivered"}
 
 
-def test_a11_an_immediate_delivery_that_fails_is_due_again_at_once_and_not_dead(outside, dispatch):
+def test_a11_an_immediate_delivery_that_fails_is_due_again_at_once_and_not_dead(outside):
     outside.WORLD_DOWN = ["notifications"]
     item = media.request("A film")
     with pytest.raises(PostCommitEffectError):
         media.finish_download(item.pk)
     key = f"media.notification:{item.pk}"
     assert (message(key).state, message(key).spent, message(key).lease_token) == ("pending", 0, None)
-    dispatch("--drain")
+    outside.WORLD_DOWN = []
+    dispatch_here("--drain")
     assert received("notifications") == [key]
 
 
@@ -452,14 +457,14 @@ def check_failing_command(execute):
     assert {key: error.args for key, error in caught.value.errors.items()} == {"one": ("one",), "two": ("two",)}
 
 
-def test_a12_one_command_commits_business_and_effects_or_neither(dispatch):
+def test_a12_one_command_commits_business_and_effects_or_neither():
     check_command(DurableCommand().execute)
     check_failing_command(DurableCommand().execute)
-    dispatch("--drain")
+    dispatch_here("--drain")
     assert set(states()) == {"delivered"}
 
 
-def test_a13_the_same_from_asynchronous_code(dispatch):
+def test_a13_the_same_from_asynchronous_code():
     def execute(business, effects):
         return run_async(DurableCommand().aexecute(business, effects))
 
@@ -467,16 +472,16 @@ def test_a13_the_same_from_asynchronous_code(dispatch):
     check_failing_command(execute)
     item = media.request("Another film")
     assert run_async(media.afinish_download(item.pk)).completed_effects == (f"media.notification:{item.pk}",)
-    dispatch("--drain")
+    dispatch_here("--drain")
     assert set(states()) == {"delivered"}
 
 
-def test_a14_up_to_so_many_due_messages_are_processed_now_and_counted(dispatch):
+def test_a14_up_to_so_many_due_messages_are_processed_now_and_counted():
     with transaction.atomic():
         stage_many(Intent(topics.NOTIFICATION, {"title": str(n)}, event_key=str(n)) for n in range(5))
-    assert counts(dispatch("--limit", "2", "--format", "json"))["processed"] == 2
+    assert counts(dispatch_here("--limit", "2", "--format", "json"))["processed"] == 2
     assert drain(limit=1).processed == 1
-    assert counts(dispatch("--once", "--format", "json"))["processed"] == 2
+    assert counts(dispatch_here("--once", "--format", "json"))["processed"] == 2
     assert sorted(received()) == ["0", "1", "2", "3", "4"]
 
 
@@ -504,11 +509,11 @@ def test_b01_relays_claim_what_they_have_routes_for_oldest_first_and_never_the_s
     assert (message("of a later version").state, message("of a later version").attempt) == ("pending", 0)
 
 
-def test_b02_a_route_makes_a_task_or_says_that_there_is_none(dispatch):
+def test_b02_a_route_makes_a_task_or_says_that_there_is_none():
     uhd, hd = tasks.import_recording("UHD", 2160), tasks.import_recording("HD", 1080)
     tasks.finish_probe(uhd)
     tasks.finish_probe(hd)
-    dispatch("--drain")
+    dispatch_here("--drain")
     wanted = [task for task in engine().tasks() if task["name"] == "transcode"]
     assert [(task["input"], task["priority"]) for task in wanted] == [
         ({"recording": str(uhd.pk), "height": 2160}, 5),
@@ -529,12 +534,12 @@ def test_b03_the_event_key_makes_a_crash_between_enqueueing_and_recording_harmle
     assert [(each["idempotency_key"], each["trace_id"]) for each in engine().tasks()] == [(key, "before the crash")]
 
 
-def test_b04_the_trace_comes_from_the_route_else_from_the_message_else_it_is_new(dispatch):
+def test_b04_the_trace_comes_from_the_route_else_from_the_message_else_it_is_new():
     recording = tasks.import_recording("A lake", 2160, trace_id="of the request")
     tasks.finish_probe(recording)
     tasks.delete(recording)
     stage_now("recording.imported", {"recording": "x", "traceId": "of the payload"}, event_key="payload")
-    dispatch("--drain")
+    dispatch_here("--drain")
     traces = {task["idempotency_key"]: task["trace_id"] for task in engine().tasks()}
     assert traces[f"recording:{recording.pk}:imported"] == "of the request"
     assert traces[f"recording:{recording.pk}:deleted"] == f"deletion-{recording.pk}"
@@ -542,11 +547,11 @@ def test_b04_the_trace_comes_from_the_route_else_from_the_message_else_it_is_new
     assert re.fullmatch("[0-9a-f]{32}", traces[f"recording:{recording.pk}:probed"])
 
 
-def test_b05_a_bad_row_waits_longer_and_longer_dies_the_tenth_time_and_spoils_nothing(dispatch, capsys):
+def test_b05_a_bad_row_waits_longer_and_longer_dies_the_tenth_time_and_spoils_nothing(capsys):
     assert [TASK_PATIENCE.delay(n) for n in range(1, 11)] == [2, 4, 8, 16, 32, 64, 128, 256, 300, None]
     stage_now("recording.imported", {"no": "recording"}, event_key="bad")
     good = recordings(5)
-    report = counts(dispatch("--drain", "--format", "json"))
+    report = counts(dispatch_here("--drain", "--format", "json"))
     assert (report["delivered"], report["retried"]) == (5, 1)
     assert len(engine().tasks()) == len(good)
     call_command("outbox_show", "bad", "--format", "json")
@@ -575,7 +580,7 @@ def test_b06_a_mirror_that_fails_is_logged_and_changes_nothing(monkeypatch, capl
     monkeypatch.setattr(mirror.Delivery.objects, "create", fail)
     recordings(2)
     with caplog.at_level(logging.ERROR, "outbox"):
-        dispatch_here()
+        dispatch_here("--drain")
     assert states() == ["delivered", "delivered"]
     assert not Delivery.objects.exists()
     assert "the mirror is broken" in caplog.text
@@ -630,13 +635,13 @@ def test_c02_the_claims_of_a_dead_process_are_freed_with_a_warning_and_counted(s
     assert message(created(job)).attempt == 2
 
 
-def test_c03_what_can_never_succeed_dies_at_once_with_a_code_that_the_admin_shows(dispatch, admin_client):
+def test_c03_what_can_never_succeed_dies_at_once_with_a_code_that_the_admin_shows(admin_client):
     stage_event("unknown type", type="job.exploded", jobId=str(uuid.uuid4()))
     stage_event("no id", type="job.created")
     stage_event("no such id", type="job.created", jobId="forty-two")
     stage_event("no job", type="job.created", jobId=str(uuid.uuid4()))
     job = ai_jobs.submit("Why?", queue="experimental")
-    dispatch("--drain")
+    dispatch_here("--drain")
     codes = {each.event_key: (each.state, each.attempt, each.error_code) for each in staged_messages()}
     assert codes == {
         "unknown type": ("dead", 1, "UNKNOWN_EVENT_TYPE"),
@@ -649,37 +654,37 @@ def test_c03_what_can_never_succeed_dies_at_once_with_a_code_that_the_admin_show
     assert "QUEUE_NOT_ALLOWED" in page
 
 
-def test_c04_a_passing_failure_is_tried_three_times_and_keeps_code_and_text(dispatch, outside):
+def test_c04_a_passing_failure_is_tried_three_times_and_keeps_code_and_text(outside):
     assert [JOB_PATIENCE.delay(n) for n in range(1, 4)] == [2, 4, None]
     job = ai_jobs.submit("Why?")
-    dispatch("--drain", down="job queue")
-    assert (message(created(job)).state, message(created(job)).error_code) == ("pending", "QUEUE_UNREACHABLE")
     outside.WORLD_DOWN = ["job queue"]
+    dispatch_here("--drain")
+    assert (message(created(job)).state, message(created(job)).error_code) == ("pending", "QUEUE_UNREACHABLE")
     drain(ignore_delays=True)
     row = message(created(job))
     assert (row.state, row.attempt) == ("dead", 3)
     assert (row.error_code, row.error_text) == ("QUEUE_UNREACHABLE", "job queue is down")
 
 
-def test_c05_the_queue_knows_a_job_by_its_own_id_so_a_second_add_is_a_no_op(dispatch):
+def test_c05_the_queue_knows_a_job_by_its_own_id_so_a_second_add_is_a_no_op():
     job = ai_jobs.submit("Why?", queue="gpu")
     ai_jobs.restart(job)
-    dispatch("--drain")
+    dispatch_here("--drain")
     assert states() == ["delivered", "delivered"]
     assert job_queue().waiting() == {str(job.pk): "gpu"}
 
 
-def test_c06_a_finished_job_is_still_delivered(dispatch):
+def test_c06_a_finished_job_is_still_delivered():
     job = ai_jobs.submit("Why?")
     Job.objects.update(state=Job.State.FINISHED)
-    dispatch("--drain")
+    dispatch_here("--drain")
     assert str(job.pk) in job_queue().waiting()
 
 
-def test_c07_the_queue_comes_from_the_business_row_within_what_is_allowed(dispatch):
+def test_c07_the_queue_comes_from_the_business_row_within_what_is_allowed():
     wanted = {"": "standard", "standard": "standard", "gpu": "gpu", "batch": "batch", "experimental": None}
     jobs = {name: ai_jobs.submit("Why?", queue=name) for name in wanted}
-    dispatch("--drain")
+    dispatch_here("--drain")
     waiting = job_queue().waiting()
     assert {name: waiting.get(str(job.pk)) for name, job in jobs.items()} == wanted
 
