@@ -19,7 +19,8 @@ from django.db import Error, connections
 
 from outbox import wakeup
 from outbox.database import close_quietly, is_loss, is_race, short_transaction
-from outbox.exceptions import HandlerTimeout, LeakedTransaction, LeaseLost, OutboxError, Retry, Snooze
+from outbox.exceptions import Bury, HandlerTimeout, LeakedTransaction, LeaseLost, OutboxError, Retry, Snooze
+from outbox.fields import Unreadable
 from outbox.handlers import Envelope, registry
 from outbox.isolation import bookmark, left_open, restore
 from outbox.leases import Lease, Settled, Settlement, announce, claim, draw_token, settle
@@ -43,6 +44,9 @@ def run(lease: Lease, function: Function | None = None) -> Settlement | Settled:
     """
     if lease.view.lost:
         return release(lease)
+    for part in (lease.message.payload, lease.message.headers):
+        if isinstance(part, Unreadable):
+            return judge(lease, Bury(f"What is stored is no JSON: {part.why}.", code="unreadable"), None)
     marks = bookmark()
     started = time.monotonic()
     result: object

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -98,16 +99,24 @@ class ExactTextField(models.TextField):
 class JsonTextField(ExactTextField):
     """A JSON document kept as the text that was staged, so that no server alters its numbers or the order of its keys.
 
-    SQL NULL (read as None) is no document at all; JSON ``null`` is the text ``null`` and is read as None, too.
+    SQL NULL (read as None) is no document at all; JSON ``null`` is the text ``null`` and is read as None, too. Text that
+    is no JSON (written by hand) is read as `Unreadable`: one such row must not stop those who read many.
     """
 
     def from_db_value(self, value: str | None, expression: Any, connection: Any) -> Any:
-        return None if value is None else json.loads(value)
+        if value is None:
+            return None
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError) as error:
+            return Unreadable(value, str(error))
 
     def to_python(self, value: Any) -> Any:
         return value
 
     def get_prep_value(self, value: Any) -> Any:
+        if isinstance(value, Unreadable):
+            return value.text
         if value is None or isinstance(value, JsonText) or hasattr(value, "resolve_expression"):
             return value
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -120,3 +129,14 @@ class JsonText(str):
     """Text that is already JSON."""
 
     __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """The text of a JSON column that is no JSON, and why not."""
+
+    text: str
+    why: str
+
+    def __str__(self) -> str:
+        return self.text
