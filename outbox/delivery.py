@@ -44,7 +44,8 @@ def run(lease: Lease, function: Function | None = None) -> Settlement | Settled:
     """
     if lease.view.lost:
         return release(lease)
-    for part in (lease.message.payload, lease.message.headers):
+    stored: tuple[Any, ...] = (lease.message.payload, lease.message.headers)
+    for part in stored:
         if isinstance(part, Unreadable):
             return judge(lease, Bury(f"What is stored is no JSON: {part.why}.", code="unreadable"), None)
     marks = bookmark()

@@ -99,8 +99,8 @@ class ExactTextField(models.TextField):
 class JsonTextField(ExactTextField):
     """A JSON document kept as the text that was staged, so that no server alters its numbers or the order of its keys.
 
-    SQL NULL (read as None) is no document at all; JSON ``null`` is the text ``null`` and is read as None, too. Text that
-    is no JSON (written by hand) is read as `Unreadable`: one such row must not stop those who read many.
+    SQL NULL (read as None) is no document at all; JSON ``null`` is the text ``null`` and is read as None, too. Text
+    that is no JSON (written by hand) is read as `Unreadable`: one such row must not stop those who read many.
     """
 
     def from_db_value(self, value: str | None, expression: Any, connection: Any) -> Any:
