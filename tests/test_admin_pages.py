@@ -1,9 +1,11 @@
 """The page of one message: exact, honest about what happened, and harmless whatever the message holds."""
 
+import gettext
 import json
 import re
 from datetime import UTC, datetime, timedelta
 from html import unescape
+from pathlib import Path
 
 import pytest
 from django.contrib import admin
@@ -14,6 +16,7 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import include, path
 from django.utils import translation
 
+import outbox
 from outbox.admin import MessageAdmin, shown
 from outbox.explain import explain
 from outbox.fields import JsonText
@@ -604,3 +607,28 @@ def test_numbers_follow_the_readers_language():
     assert shown.number(10_000) == "10,000"
     with translation.override("de"):
         assert shown.number(10_000) == "10.000"
+
+
+@pytest.mark.django_db
+def test_the_pages_speak_german(admin_client, settings):
+    settings.LANGUAGE_CODE = "de"
+    row = rows.retrying(due_at=rows.ahead(250))
+    attempt(row, 1)
+    content = page(admin_client, row)
+    assert story(content)[0] == "wird wiederholt · in 4 min"
+    assert "Jetzt fällig machen" in content
+    assert "Fällig 0" in text_of(admin_client.get(LIST).content.decode())
+    told = admin_client.post(f"{LIST}{row.pk}/change/", {"verb": "discard"}, follow=True)
+    assert "1 Nachricht verworfen." in text_of(told.content.decode())
+
+
+def test_the_german_catalogue_is_complete_and_compiled():
+    folder = Path(outbox.__file__).parent / "locale/de/LC_MESSAGES"
+    source = (folder / "django.po").read_text(encoding="utf-8")
+    assert "fuzzy" not in source
+    assert not re.search(r'msgstr(\[\d\])? ""\n(?!")', source)
+    with (folder / "django.mo").open("rb") as compiled:
+        catalogue = gettext.GNUTranslations(compiled)
+    pairs = re.findall(r'(?<!")\nmsgid "(.+)"\nmsgstr "(.+)"\n\n', source)
+    assert len(pairs) > 100
+    assert {text: catalogue.gettext(text) for text, _ in pairs} == dict(pairs)

@@ -27,8 +27,12 @@ class Standing:
     def sentence(self) -> str:
         """How many stand before and behind it."""
         if not self.before.rows:
-            one, many = "First of its lane; %(n)s message behind it.", "First of its lane; %(n)s messages behind it."
-            return ngettext(one, many, self.behind.rows) % {"n": self.behind}
+            text = ngettext(
+                "First of its lane; %(n)s message behind it.",
+                "First of its lane; %(n)s messages behind it.",
+                self.behind.rows,
+            )
+            return text % {"n": self.behind}
         told = {"before": self.before, "behind": self.behind}
         return _("%(before)s before it in its lane, %(behind)s behind it.") % told
 
