@@ -112,6 +112,11 @@ class Dispatcher:
         names = ("delivered", "retried", "dead", "discarded", "skipped")
         return {"processed": sum(counts.values()), **{name: counts[name] for name in names}}
 
+    @property
+    def stuck(self) -> int:
+        """How many threads are stuck in handlers that ran out of time."""
+        return self._slots.abandoned()
+
     def _report_outcome(self, lease: Lease, outcome: Settlement | Settled) -> None:
         self._settler.put(lease, outcome)
         if self._hungry:
@@ -265,7 +270,7 @@ class Dispatcher:
         self._interrupt()
         self._settler.stop(LAST_WRITES)
         self._heartbeat.stop(1.0)
-        self._slots.close()
+        self._workers.stop(1.0)
         if not self.plan.ends_by_itself:
             self._registration.leave()
         self._waiter.close()

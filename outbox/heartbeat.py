@@ -44,7 +44,7 @@ class Heartbeat:
     ) -> None:
         self.using = using
         self.seconds = seconds
-        self._pause = min(seconds / BEATS_PER_LEASE, REPORT_EVERY)
+        self.pause = min(seconds / BEATS_PER_LEASE, REPORT_EVERY)
         self._held = held
         self._report = report
         self._worked_at = worked_at
@@ -70,7 +70,7 @@ class Heartbeat:
                 try:
                     busy = self._beat()
                     self._report()
-                    pause = min(BUSY_PAUSE, self._pause) if busy else self._pause
+                    pause = min(BUSY_PAUSE, self.pause) if busy else self.pause
                 except Exception as error:
                     pause = self._failed(error)
                 reset_queries()

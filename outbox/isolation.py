@@ -15,7 +15,7 @@ from typing import Any
 
 from django.db import Error, connections
 
-from outbox.database import close_quietly, has_open_transaction
+from outbox.database import close_quietly, has_open_transaction, is_cheap_to_open
 
 # Statements whose effect outlasts their transaction. Taking one for another costs a new connection, no more.
 _LASTING = re.compile(
@@ -125,20 +125,24 @@ def _forget_blocks(connection: Any, *, blocks: int, savepoints: int, hooks: int)
 
 
 class SessionWatch:
-    """Notices when handlers of this thread change the settings of a session, so that no later message meets them."""
+    """Notices what handlers of this thread leave behind in their sessions, so that no later message meets it."""
 
     def __init__(self) -> None:
         self._changed: set[str] = set()
+        self._cheap: set[str] = set()
         for connection in connections.all():
             connection.execute_wrappers.append(self._note)
+            if is_cheap_to_open(connection):
+                self._cheap.add(connection.alias)
 
     def _note(self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: dict[str, Any]) -> Any:
-        if not isinstance(sql, str) or _LASTING.search(sql):
-            self._changed.add(context["connection"].alias)
+        alias = context["connection"].alias
+        if alias in self._cheap or not isinstance(sql, str) or _LASTING.search(sql):
+            self._changed.add(alias)
         return execute(sql, params, many, context)
 
     def renew(self) -> None:
-        """Drop the connections whose sessions were changed."""
+        """Drop the connections whose sessions were changed, and those that were used and cost nothing."""
         while self._changed:
             alias = self._changed.pop()
             if getattr(connections[alias], "pool", None) is not None:

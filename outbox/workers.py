@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -27,6 +28,7 @@ class Workers:
         self._slots = slots
         self._report = report
         self._started = 0
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         for _ in range(self._slots.concurrency):
@@ -35,7 +37,18 @@ class Workers:
     def add(self) -> None:
         """Start one more thread."""
         self._started += 1
-        threading.Thread(target=self._work, name=f"outbox-worker-{self._started}", daemon=True).start()
+        thread = threading.Thread(target=self._work, name=f"outbox-worker-{self._started}", daemon=True)
+        self._threads = [each for each in self._threads if each.is_alive()]
+        self._threads.append(thread)
+        thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """Let the threads end, with their connections; those that are stuck in a handler are left behind."""
+        self._slots.close()
+        end = time.monotonic() + timeout
+        stuck = len(self._slots.unfinished())
+        while time.monotonic() < end and sum(each.is_alive() for each in self._threads) > stuck:
+            time.sleep(0.005)
 
     def _work(self) -> None:
         sessions = SessionWatch()

@@ -11,7 +11,6 @@ from outbox.dispatcher import Dispatcher
 from outbox.models import Attempt, Message
 from outbox.plans import Plan
 from outbox.registry import registry
-from tests.waiting import wait_until
 
 QUICK = {"concurrency": 4, "lease": 5.0, "poll": 0.05, "grace": 5.0, "batch": 20}
 DEADLINE = 30.0  # seconds that nothing below really takes
@@ -21,9 +20,9 @@ def plan(**changes):
     return Plan(**({"using": "default", "handlers": registry.handlers(), **QUICK} | changes))
 
 
-def drain(**changes):
+def drain(*, mode="drain", **changes):
     """Let a dispatcher deliver what is due, in a thread of its own; return it once it has ended."""
-    with dispatching(mode="drain", stop=False, **changes) as dispatcher:
+    with dispatching(mode=mode, stop=False, **changes) as dispatcher:
         pass
     return dispatcher
 
@@ -32,7 +31,6 @@ def drain(**changes):
 def dispatching(*, stop=True, **changes):
     """A dispatcher that works meanwhile; at the end it is stopped, and its threads have ended."""
     dispatcher = Dispatcher(plan(**changes))
-    before = set(threading.enumerate())
     thread = threading.Thread(target=dispatcher.run, name="dispatcher")
     thread.start()
     try:
@@ -45,12 +43,6 @@ def dispatching(*, stop=True, **changes):
             dispatcher.stop()
         thread.join(DEADLINE)
         assert not thread.is_alive(), "the dispatcher does not stop"
-        if not dispatcher.left_running:
-            wait_until(lambda: not threads_of(dispatcher) - before, DEADLINE)
-
-
-def threads_of(_dispatcher):
-    return {each for each in threading.enumerate() if each.name.startswith("outbox-")}
 
 
 def put(topic, payload=None, count=1, using="default", **options):

@@ -8,10 +8,19 @@ from outbox.database.features import (
     can_notify,
     fails_reading_before_writing,
     has_data_version,
+    is_cheap_to_open,
     tables_without_transactions,
     unsupported,
 )
-from outbox.database.statements import ROUTES_PER_STATEMENT, Among, due_candidates, due_routes, locked
+from outbox.database.statements import (
+    ROUTES_PER_STATEMENT,
+    Among,
+    Still,
+    due_candidates,
+    due_routes,
+    lane_heads,
+    locked,
+)
 from outbox.database.transactions import (
     TRIES,
     Stale,
@@ -31,6 +40,7 @@ __all__ = [
     "Among",
     "ServerNow",
     "Stale",
+    "Still",
     "again",
     "can_listen",
     "can_notify",
@@ -42,9 +52,11 @@ __all__ = [
     "has_data_version",
     "has_open_transaction",
     "impatient_transaction",
+    "is_cheap_to_open",
     "is_duplicate",
     "is_loss",
     "is_race",
+    "lane_heads",
     "locked",
     "now_sql",
     "reads_committed_now",

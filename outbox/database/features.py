@@ -21,6 +21,14 @@ def has_data_version(connection: Any) -> bool:
     return bool(connection.vendor == "sqlite" and not connection.is_in_memory_db())
 
 
+def is_cheap_to_open(connection: Any) -> bool:
+    """Whether a new connection costs next to nothing: no server is involved.
+
+    Where it is so, a read that was never finished also holds the whole database: it keeps this connection from writing.
+    """
+    return bool(connection.vendor == "sqlite" and not connection.is_in_memory_db())
+
+
 OLDEST = {"postgresql": (14,), "mariadb": (10, 6), "mysql": (8, 0, 11), "sqlite": (3, 35)}
 
 
