@@ -15,10 +15,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from django.db import connections
 from django.db.models import F
 
-from outbox.database import Among, ServerNow, Stale, due_candidates, locked, with_clock
+from outbox.database import Among, ServerNow, Stale, Still, due_candidates, lane_heads, locked, with_clock
 from outbox.models import Message, State
 
 LOOKS = 3  # at a lane that changes under our eyes, before the transaction is done again
@@ -54,23 +53,18 @@ class Targets:
     stuck: set[int] = field(default_factory=set)
 
 
-def heads(using: str, rows: Collection[int], *, without_self: bool = False) -> dict[int, tuple[int | None, int | None]]:
+def pending(using: str, ids: Iterable[int]) -> Any:
+    """These messages, as far as they are pending; found by their ids alone, so no other row is locked or waited for."""
+    return Message.objects.using(using).filter(Among(ids), Still("state", State.PENDING))
+
+
+def heads(using: str, rows: Iterable[int], *, without_self: bool = False) -> dict[int, tuple[int | None, int | None]]:
     """lane -> (id of its oldest unfinished row, id of its leased row), for the lanes of the given rows.
 
-    ``lane >= x ORDER BY lane, id`` leaves the planner no index but (lane, id), however frequent the lane is.
+    ``without_self``: the oldest besides the given row.
     """
-    connection = connections[using]
-    name = connection.ops.quote_name(_TABLE)
-    ids = ", ".join(str(int(pk)) for pk in rows)
-    other = "AND h.id <> p.id" if without_self else ""
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"SELECT p.lane, (SELECT CASE WHEN h.lane = p.lane THEN h.id END FROM {name} h "
-            f"WHERE h.lane >= p.lane {other} ORDER BY h.lane, h.id LIMIT 1), "
-            f"(SELECT k.id FROM {name} k WHERE k.holder = p.lane) "
-            f"FROM {name} p WHERE p.id IN ({ids}) AND p.lane IS NOT NULL"
-        )
-        return {lane: (head, holder) for lane, head, holder in cursor.fetchall()}
+    found = lane_heads(using, _TABLE, rows, without_self=without_self)
+    return {lane: (head, holder) for lane, head, holder in found}
 
 
 # --- the claim --------------------------------------------------------------------------------------------------------
@@ -127,7 +121,7 @@ def park(using: str, behind: dict[int, Followers]) -> None:
     ids = [row.pk for row in rows]
     ids += [pk for pk, lane in _more(using, crowded).items() if pk > behind[lane].floor]
     if ids:
-        due = Message.objects.using(using).filter(Among(ids), state=State.PENDING, due_at__lte=ServerNow(), holder=None)
+        due = pending(using, ids).filter(Still("holder", None), due_at__lte=ServerNow())
         due.update(due_at=None, lease_token=None)
 
 
@@ -135,8 +129,7 @@ def snooze(using: str, rows: dict[int, list[Message]], micros: int) -> None:
     """Look at these lanes later: one row that stays locked must not fill every claim with its followers' knocks."""
     ids = [row.pk for each in rows.values() for row in each] + list(_more(using, rows))
     if ids:
-        due = Message.objects.using(using).filter(Among(ids), state=State.PENDING, due_at__lte=ServerNow())
-        due.filter(lease_token=None).update(due_at=ServerNow() + micros)
+        pending(using, ids).filter(lease_token=None, due_at__lte=ServerNow()).update(due_at=ServerNow() + micros)
 
 
 def _more(using: str, crowded: dict[int, list[Message]]) -> dict[int, int]:
@@ -146,8 +139,10 @@ def _more(using: str, crowded: dict[int, list[Message]]) -> dict[int, int]:
     known = {row.pk for rows in crowded.values() for row in rows}
     window = due_candidates(using, _TABLE, sorted({row.route for rows in crowded.values() for row in rows}), WINDOW)
     ids = [pk for _, pk, lane, _, _ in window if lane in crowded and pk not in known]
-    due = Message.objects.using(using).filter(Among(ids), state=State.PENDING, due_at__lte=ServerNow())
-    return {row.pk: row.lane for row in locked(due.order_by("pk").only("lane")) if row.lane is not None} if ids else {}
+    if not ids:
+        return {}
+    due = pending(using, ids).filter(due_at__lte=ServerNow()).order_by("pk").only("lane")
+    return {row.pk: row.lane for row in locked(due)}
 
 
 # --- the settlement ---------------------------------------------------------------------------------------------------
@@ -195,8 +190,7 @@ def has_its_turn(head: Message, *, after: int, stays: bool) -> bool:
 def wake(using: str, ids: Collection[int]) -> None:
     """Make parked rows due, so that a claim looks at their lanes."""
     if ids:
-        parked = Message.objects.using(using).filter(Among(ids), state=State.PENDING, due_at=None, lease_token=None)
-        parked.update(due_at=ServerNow())
+        pending(using, ids).filter(due_at=None, lease_token=None).update(due_at=ServerNow())
 
 
 def advance(using: str, lane: int) -> None:
@@ -206,9 +200,15 @@ def advance(using: str, lane: int) -> None:
     """
     messages: Any = Message.objects.using(using)
     for _ in range(LOOKS):
-        first = with_clock(messages.filter(lane__gte=lane).order_by("lane", "pk"))
-        head = first.only(*_COLUMNS, "attempt").first()
-        if head is None or head.lane != lane or head.lease_token is not None:
+        # "lane >= x" for the reason that `lane_heads` gives; the key alone, so that the index alone is read
+        first = messages.filter(lane__gte=lane).order_by("lane", "pk").values_list("lane", "pk")[:1]
+        ids = [pk for found, pk in first if found == lane]
+        if not ids:
+            return
+        head = with_clock(messages.filter(pk__in=ids, lane=lane)).only(*_COLUMNS, "attempt").first()
+        if head is None:
+            continue
+        if head.lease_token is not None:
             return
         same = messages.filter(
             pk=head.pk, lane=lane, state=head.state, due_at=head.due_at, lease_token=None, attempt=head.attempt

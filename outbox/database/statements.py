@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from django.core.exceptions import EmptyResultSet
 from django.db import connections, models
-from django.db.models.expressions import Func
+from django.db.models.lookups import Lookup
 
 from outbox.database.clock import now_sql
 
@@ -17,23 +18,43 @@ QS = TypeVar("QS", bound="models.QuerySet[Any]")
 ROUTES_PER_STATEMENT = 200  # SQLite refuses a union of 500
 
 
-class Among(Func):
+class Among(Lookup):
     """Whether a row has one of these primary keys, which are written into the SQL.
 
     Parsing, binding and checking a hundred placeholders takes longer than all the database does with them.
     """
 
-    arity = 1
-    template = "%(expressions)s IN (%(keys)s)"
-    output_field = models.BooleanField()
+    lookup_name = "among"
+    prepare_rhs = False
 
     def __init__(self, keys: Iterable[int]) -> None:
-        super().__init__(models.F("pk"), keys=", ".join(str(int(key)) for key in keys))
+        super().__init__(models.F("pk"), tuple(int(key) for key in keys))
 
-    def as_sql(self, compiler: Any, connection: Any, **extra: Any) -> tuple[str, Any]:  # type: ignore[override]
-        if not self.extra["keys"]:
+    def as_sql(self, compiler: Any, connection: Any) -> tuple[str, Any]:
+        if not self.rhs:
             raise EmptyResultSet
-        return super().as_sql(compiler, connection, **extra)
+        column, params = self.process_lhs(compiler, connection)
+        return f"{column} IN ({', '.join(map(str, self.rhs))})", params
+
+
+class Still(Lookup):
+    """Whether a column still has this value, in rows that are found by their key.
+
+    A plain comparison would invite MariaDB to find the rows by an index on that column instead, and then it locks, or
+    waits for, every other row with the value.
+    """
+
+    lookup_name = "still"
+    prepare_rhs = False
+
+    def __init__(self, name: str, value: str | None) -> None:
+        super().__init__(models.F(name), None if value is None else str(value))
+
+    def as_sql(self, compiler: Any, connection: Any) -> tuple[str, Any]:
+        column, params = self.process_lhs(compiler, connection)
+        if self.rhs is None:
+            return f"CASE WHEN {column} IS NULL THEN 1 ELSE 0 END = 1", params
+        return f"COALESCE({column}, '') = %s", [*params, self.rhs]
 
 
 def locked(rows: QS, *, skip: bool = True) -> QS:
@@ -48,27 +69,30 @@ def locked(rows: QS, *, skip: bool = True) -> QS:
 
 
 def due_routes(using: str, table: str, routes: Sequence[str]) -> set[str]:
-    """Which of these routes, however many, have a due row: one statement, one probe of the index for each."""
+    """Which of these routes, however many, have a due row: one statement, one probe of the index for each.
+
+    A join would let the planner read all due rows (PostgreSQL) or all rows of a route (MariaDB) instead.
+    """
     connection = connections[using]
     now, params = now_sql(connection)
-    probe = f"EXISTS (SELECT 1 FROM {connection.ops.quote_name(table)} m WHERE m.route = w.route AND m.due_at <= {now})"
+    due = f"FROM {connection.ops.quote_name(table)} m WHERE m.due_at <= {now} AND m.route ="
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
-            cursor.execute(f"SELECT w.route FROM unnest(%s::text[]) AS w(route) WHERE {probe}", [list(routes)])
+            probe = f"CROSS JOIN LATERAL (SELECT 1 {due} w.route LIMIT 1) AS c"
+            cursor.execute(f"SELECT w.route FROM unnest(%s::text[]) AS w(route) {probe}", [list(routes)])
         elif connection.vendor == "sqlite":
             listed = "(SELECT value AS route FROM json_each(%s)) AS w"
+            probe = f"EXISTS (SELECT 1 {due} w.route)"
             cursor.execute(f"SELECT w.route FROM {listed} WHERE {probe}", [json.dumps(routes), *params])
         else:
-            column = "route VARCHAR(120) CHARACTER SET utf8mb4 PATH '$'"  # compared in the collation of m.route
-            listed = f"JSON_TABLE(%s, '$[*]' COLUMNS ({column})) AS w"
-            cursor.execute(f"SELECT w.route FROM {listed} WHERE {probe}", [json.dumps(routes), *params])
+            cursor.execute(" UNION ALL ".join([f"(SELECT m.route {due} %s LIMIT 1)"] * len(routes)), list(routes))
         return {route for (route,) in cursor.fetchall()}
 
 
 def due_candidates(
     using: str, table: str, routes: Sequence[str], count: int
 ) -> list[tuple[str, int, int | None, int, int]]:
-    """(route, id, lane, lapses, due_at) of the first ``count`` due rows of each route, without locks.
+    """(route, id, lane, lapses, due_at) of the first ``count`` due rows of each route, oldest first, without locks.
 
     One statement for at most `ROUTES_PER_STATEMENT` routes; each costs one range of the index (route, due_at, id), so
     other routes, finished and future rows cost nothing.
@@ -82,13 +106,37 @@ def due_candidates(
     first = f"m.due_at <= {now} ORDER BY m.due_at, m.id LIMIT {int(count)}"  # a literal, for the planner to count on
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
-            cursor.execute(
-                f"SELECT c.* FROM unnest(%s::text[]) AS w(route) CROSS JOIN LATERAL "
-                f"(SELECT {columns} FROM {name} m WHERE m.route = w.route AND {first}) AS c",
-                [list(routes)],
-            )
+            part = f"SELECT {columns} FROM {name} m WHERE m.route = w.route AND {first}"
+            listed = "unnest(%s::text[]) AS w(route)"
+            cursor.execute(f"SELECT c.* FROM {listed} CROSS JOIN LATERAL ({part}) AS c", [list(routes)])
         else:
-            part = f"SELECT * FROM (SELECT {columns} FROM {name} m WHERE m.route = %s AND {first}) AS c"
+            # The keys alone first: they are all in the index. With more columns MariaDB enters the index by the route
+            # only, and walks past the NULLs of all finished rows.
+            part = f"SELECT * FROM (SELECT m.id FROM {name} m WHERE m.route = %s AND {first}) AS k"
+            keys = " UNION ALL ".join([part] * len(routes))
             params = [value for route in routes for value in (route, *now_params)]
-            cursor.execute(" UNION ALL ".join([part] * len(routes)), params)
+            cursor.execute(f"SELECT {columns} FROM ({keys}) AS k CROSS JOIN {name} m WHERE m.id = k.id", params)
+        return sorted((tuple(row) for row in cursor.fetchall()), key=itemgetter(4, 1))
+
+
+def lane_heads(
+    using: str, table: str, ids: Iterable[int], *, without_self: bool
+) -> list[tuple[int, int | None, int | None]]:
+    """(lane, id of its first row, id of its leased row) for the lanes of these rows, by the index (lane, id) alone.
+
+    PostgreSQL takes ``lane = x ORDER BY id`` for a walk along the primary key when the lane is frequent: only ``lane >=
+    x ORDER BY lane, id`` leaves it no choice. There, MariaDB would walk the whole index.
+    """
+    connection = connections[using]
+    name = connection.ops.quote_name(table)
+    equal = ">=" if connection.vendor == "postgresql" else "="
+    other = "AND h.id <> p.id" if without_self else ""
+    keys = ", ".join(str(int(pk)) for pk in ids)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"SELECT p.lane, (SELECT CASE WHEN h.lane = p.lane THEN h.id END FROM {name} h "
+            f"WHERE h.lane {equal} p.lane {other} ORDER BY h.lane, h.id LIMIT 1), "
+            f"(SELECT k.id FROM {name} k WHERE k.holder = p.lane) "
+            f"FROM {name} p WHERE p.id IN ({keys}) AND p.lane IS NOT NULL"
+        )
         return [tuple(row) for row in cursor.fetchall()]

@@ -13,7 +13,7 @@ from outbox.database import again, is_loss
 from outbox.handlers import Handler, registry
 from outbox.leases.holding import renew
 from outbox.leases.lease import Lease, draw_token
-from outbox.leases.looking import MOST_OBSTACLES, Obstacles, choose, read
+from outbox.leases.looking import MOST_OBSTACLES, MOST_SPARE, Obstacles, choose, read
 from outbox.leases.taking import Taken, Terms, take
 from outbox.signals import Event, send
 
@@ -55,7 +55,7 @@ def claim(
 class Claimer:
     """One thread's way of claiming for one process.
 
-    It rotates the routes, remembers what others have locked, and recognises what a COMMIT without an answer brought.
+    It gives every route its turn, remembers what others have locked, and recognises what an unanswered COMMIT brought.
     """
 
     def __init__(self, *, using: str, worker: str, handlers: Iterable[Handler] | None = None) -> None:
@@ -64,7 +64,7 @@ class Claimer:
         self.routes: dict[str, Handler] = {
             route: each for each in (registry.handlers() if handlers is None else handlers) for route in each.routes
         }
-        self._turn = 0
+        self._order = list(self.routes)
         self._rows = Obstacles()
         self._lanes = Obstacles()
         self._doubtful: list[Lease] = []
@@ -112,18 +112,18 @@ class Claimer:
         )
 
     def _claim(self, terms: Terms, *, alone: bool) -> Claim:
-        names = [route for route, handler in self.routes.items() if terms.room[handler.name] > 0]
+        names = [route for route in self._order if terms.room[self.routes[route].name] > 0]
         if not names or terms.limit <= 0:
             return Claim()
-        self._turn = (self._turn + 1) % len(names)
-        names = names[self._turn :] + names[: self._turn]
         terms.lasting = self._lanes.lasting()
+        spare = min(len(self._rows), MOST_SPARE)
         candidates, full = read(self.using, names, terms.limit + min(len(self._rows), MOST_OBSTACLES))
         choice = choose(
             candidates,
             self.routes,
-            limit=terms.limit,
-            room=terms.room,
+            order=names,
+            limit=terms.limit + spare,
+            room={name: count + spare for name, count in terms.room.items() if count > 0},
             alone=alone,
             rows=self._rows.in_the_way(),
             lanes=self._lanes.in_the_way() - terms.lasting,
@@ -133,6 +133,8 @@ class Claimer:
         if choice.solo:
             terms.solo, terms.limit, terms.start = True, 1, 1
         taken = self._take(choice.ids, terms)
+        served = {lease.handler.name for lease in taken.leases}
+        self._order.sort(key=lambda route: self.routes[route].name in served)  # who was served comes last next time
         progress = bool(taken.leases or taken.events or taken.parked)
         return Claim(
             leases=taken.leases,

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from django.db.models import F
 
-from outbox.database import Among, ServerNow, again, locked
+from outbox.database import ServerNow, again, locked
+from outbox.lanes import pending
 from outbox.leases.lease import Lease, fence
-from outbox.models import Message, State
+from outbox.models import Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ def charge(using: str, leases: Sequence[Lease]) -> list[Lease]:
 def _held(using: str, leases: Sequence[Lease]) -> dict[int, int]:
     """Of the rows that are still ours and that we could lock: what each has spent."""
     tokens = {lease.id: lease.token for lease in leases}
-    rows = locked(Message.objects.using(using).filter(Among(tokens), state=State.PENDING).order_by("pk"))
+    rows = locked(pending(using, tokens).order_by("pk"))
     return {pk: spent for pk, token, spent in rows.values_list("pk", "lease_token", "spent") if token == tokens[pk]}
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from django.db.models import Case, F, Q, When
 
-from outbox.database import Among, ServerNow, Stale
+from outbox.database import Among, ServerNow, Stale, Still
 from outbox.handlers import Envelope, Handler, LeaseView
+from outbox.lanes import pending
 from outbox.models import Message, State
 
 ALONE_FROM = 2  # lapses in a row after which a message runs alone
@@ -80,7 +81,7 @@ def fence(pairs: Iterable[tuple[int, int | None]]) -> Q:
     for pk, token in pairs:
         by_token.setdefault(token, []).append(pk)
     parts = (Q(Among(ids), lease_token=token) for token, ids in by_token.items())
-    return Q(state=State.PENDING) & reduce(or_, parts)
+    return Q(Still("state", State.PENDING)) & reduce(or_, parts)
 
 
 def grant(
@@ -96,8 +97,8 @@ def grant(
     free = Q(lease_token=None) | Q(due_at__lte=ServerNow())
     micros = int(seconds * 1_000_000)
     changed = (
-        Message.objects.using(using)
-        .filter(free, Among(row.pk for row, _ in rows), state=State.PENDING)
+        pending(using, [row.pk for row, _ in rows])
+        .filter(free)
         .update(
             # MySQL assigns from left to right and reads what it has just assigned: lapses before lease_token.
             lapses=Case(When(lease_token=None, then=F("lapses")), default=F("lapses") + 1),

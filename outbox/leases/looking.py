@@ -15,7 +15,9 @@ from outbox.models import Message
 
 WIDTH = 20  # rows that a look reads of a route at least, so that crowded lanes are seen
 FEW_ROUTES = 8  # with more routes than this, a look first asks which of them have due rows
-LEAVE_ALONE = 0.1  # seconds for which a row or lane that somebody had locked is not tried again
+LEAVE_ALONE = 0.1  # seconds for which a row or lane that somebody had locked is not tried again; more if it lasts
+LONGEST_ALONE = 1.0
+MOST_SPARE = 50  # rows beyond the limit that a claim tries for when it meets locked ones
 PATIENCE = 0.5  # seconds that a locked lane may fill the looks before its knocks are snoozed
 FORGET = 5.0  # seconds after which an obstacle that was not met again is forgotten
 MOST_OBSTACLES = 1000  # locked rows that a look reads past at most
@@ -52,7 +54,7 @@ class Obstacles:
             self._until.pop(each, None)
         for each in met:
             self._since.setdefault(each, now)
-            self._until[each] = now + LEAVE_ALONE
+            self._until[each] = now + min(LONGEST_ALONE, LEAVE_ALONE + now - self._since[each])
 
     def in_the_way(self) -> set[int]:
         """Those to leave alone at present."""
@@ -101,6 +103,7 @@ def choose(
     candidates: Sequence[Candidate],
     routes: Mapping[str, Handler],
     *,
+    order: Sequence[str],
     limit: int,
     room: Mapping[str, int],
     alone: bool,
@@ -109,17 +112,17 @@ def choose(
 ) -> Choice:
     """Choose in turn one of each handler, while there is room; all knocks at one lane count as one.
 
-    ``rows`` and ``lanes`` are the obstacles to avoid.
+    ``order``: the routes, the one whose turn it is first. ``rows`` and ``lanes`` are the obstacles to avoid.
     """
     free = [row for row in candidates if row.id not in rows and row.lane not in lanes]
     avoided = len(free) < len(candidates)
     lonely = [row for row in free if row.lapses >= ALONE_FROM]
     if lonely and alone:
         return Choice(ids=[lonely[0].id], solo=True, rest=len(free) > 1, avoided=avoided)
-    queues: dict[str, list[Candidate]] = {}
+    queues: dict[str, list[Candidate]] = {routes[route].name: [] for route in order}
     for row in free:
         if row.lapses < ALONE_FROM:
-            queues.setdefault(routes[row.route].name, []).append(row)
+            queues[routes[row.route].name].append(row)
     chosen: list[int] = []
     left = limit
     for layer in zip_longest(*(units[: room[name]] for name, units in _units(queues).items())):

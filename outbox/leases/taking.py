@@ -12,7 +12,7 @@ from datetime import timedelta
 from django.dispatch import Signal
 
 from outbox import lanes
-from outbox.database import Among, ServerNow, locked, with_clock
+from outbox.database import ServerNow, locked, with_clock
 from outbox.errors import ErrorRecord
 from outbox.handlers import Handler
 from outbox.leases.announcing import event_of
@@ -63,7 +63,7 @@ class Taken:
 
 def take(chosen: Sequence[int], terms: Terms) -> Taken:
     """Do it, inside the caller's short transaction."""
-    due = Message.objects.using(terms.using).filter(Among(chosen), state=State.PENDING, due_at__lte=ServerNow())
+    due = lanes.pending(terms.using, chosen).filter(due_at__lte=ServerNow())
     rows = [row for row in locked(with_clock(due.order_by("pk"))) if row.route in terms.routes]
     in_lanes = [row for row in rows if row.lane is not None]
     targets = lanes.targets(terms.using, in_lanes, terms.routes)

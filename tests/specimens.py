@@ -1,0 +1,185 @@
+"""Handlers with telling names, the messages they deliver, and the verdicts on them, for the tests of the leases.
+
+What a place is called and which rows may lie together in a lane stands in `outbox/lanes.py`; `check_invariants` insists
+on it.
+"""
+
+import pytest
+
+from outbox.errors import ErrorRecord
+from outbox.handlers import handler, registry
+from outbox.leases import Claimer, Settlement, settle
+from outbox.models import Message, Outcome, Reason, State
+from outbox.retries import RetryPolicy
+from tests import rows
+
+BACKOFF = 60.0  # seconds after each failure, exactly
+BUDGET = 3
+
+# name -> how it is registered
+HANDLERS = {
+    "mail": {"ordering": "none"},
+    "sms": {"ordering": "none"},
+    "account": {},  # ordered by key; a dead message does not stop its lane
+    "stock": {"dead_head": "block"},
+    "ledger": {"ordering": "topic"},
+    "render": {"ordering": "none", "payload_versions": (1, 2), "aliases": ["thumbnail"]},
+    "flaky": {"ordering": "none", "retry": RetryPolicy(max_attempts=BUDGET, base=BACKOFF)},  # with jitter
+}
+
+
+@pytest.fixture
+def specimens():
+    """The registry with these handlers alone."""
+    with registry.isolated():
+        for name, options in HANDLERS.items():
+            policy = RetryPolicy(max_attempts=BUDGET, base=BACKOFF, factor=1, jitter=False)
+            handler(name, **({"retry": policy} | options))(lambda message: None)
+        yield registry
+
+
+def put(name, key=None, **fields):
+    """A due message of a handler, in the lane of its ordering key."""
+    known = registry.by_name(name)
+    defaults = {"topic": name, "ordering_key": key, "lane": known.lane(key) if known else None}
+    return rows.message(**(defaults | fields))
+
+
+def claimer(worker="worker", **options):
+    return Claimer(using="default", worker=worker, **options)
+
+
+def take(limit=100, seconds=60.0, handlers=None, **options):
+    """What one claim of a fresh worker leases."""
+    return claimer(handlers=handlers).claim(limit, seconds=seconds, **options).leases
+
+
+def take_one(row, seconds=60.0):
+    (lease,) = claimer().claim_only([row.pk], seconds=seconds)
+    return lease
+
+
+def fresh(row):
+    return Message.objects.get(pk=row.pk)
+
+
+def columns(row):
+    """Everything that is stored of a message."""
+    return Message.objects.filter(pk=row.pk).values().get()
+
+
+def lapse(*messages):
+    """Let leases run out, long ago."""
+    Message.objects.filter(pk__in=[each.pk for each in messages]).update(due_at=rows.ago(900))
+
+
+def in_seconds(instant):
+    """How far an instant lies ahead of the database's clock."""
+    return (instant - rows.now()).total_seconds()
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------
+
+ERROR = ErrorRecord(type="builtins.ValueError", code="E42", text="no such customer", traceback="Traceback …")
+
+VERDICTS = {
+    "delivered": {"outcome": Outcome.DELIVERED, "state": State.DELIVERED, "duration": 0.5},
+    "retry": {"outcome": Outcome.FAILED, "wait": BACKOFF, "error": ERROR, "duration": 0.5},
+    "timeout": {"outcome": Outcome.TIMED_OUT, "wait": BACKOFF, "error": ERROR, "duration": 0.5},
+    "dead": {"outcome": Outcome.BURIED, "state": State.DEAD, "reason": Reason.BURIED, "error": ERROR},
+    "discarded": {"outcome": Outcome.DISCARDED, "state": State.DISCARDED, "reason": Reason.HANDLER, "error": ERROR},
+    "snooze": {"outcome": Outcome.SNOOZED, "wait": 600.0, "refund": True},
+    "unavailable": {"outcome": Outcome.UNAVAILABLE, "wait": BACKOFF, "refund": True, "error": ERROR},
+    "release": {"outcome": Outcome.RELEASED, "refund": True},
+    "interrupted": {"outcome": Outcome.INTERRUPTED, "refund": True},
+}
+
+
+def verdict(lease, name="delivered", **changes):
+    return Settlement(lease=lease, **(VERDICTS[name] | changes))
+
+
+def end(lease, name="delivered", **options):
+    """Settle one lease; returns what became of it."""
+    (settled,) = settle("default", [verdict(lease, name)], **options)
+    return settled
+
+
+def hand_over(lease):
+    """For `settle`: the lane may go on here."""
+    return True
+
+
+# --- invariants -------------------------------------------------------------------------------------------------------
+
+
+def place(row, now):
+    """Where a message of a lane is, by the table in ordering.md: the word, or what is wrong with it."""
+    if row["lane"] is None or row["state"] in (State.DELIVERED, State.DISCARDED):
+        return "gone"
+    if row["state"] == State.DEAD:
+        return "blocking"
+    if row["due_at"] is None:
+        return "parked"
+    if row["due_at"] <= now:
+        return "due"
+    return "waiting" if row["lease_token"] is None else "leased"
+
+
+ROW_RULES = {
+    "has spent less than nothing": lambda row, where: row["spent"] < 0,
+    "has a token and is never due": lambda row, where: row["lease_token"] is not None and row["due_at"] is None,
+    "is settled, and still due or held": lambda row, where: (
+        row["state"] != State.PENDING and {row["due_at"], row["lease_token"], row["holder"]} != {None}
+    ),
+    "is gone, and still in its lane": lambda row, where: (
+        where == "gone" and row["state"] != State.PENDING and row["lane"] is not None
+    ),
+    "holds a lane that it is not leased in": lambda row, where: (
+        row["holder"] is not None and (row["holder"] != row["lane"] or row["lease_token"] is None)
+    ),
+    "is leased without holding its lane": lambda row, where: (
+        row["lane"] is not None and row["lease_token"] is not None and row["holder"] is None
+    ),
+    "sleeps in no lane whose settlements could wake it": lambda row, where: (
+        row["state"] == State.PENDING and row["lane"] is None and row["due_at"] is None
+    ),
+}
+LANE_RULES = {
+    "has two live leases": lambda words: words.count("leased") > 1,
+    "sleeps": lambda words: "parked" in words and not {"due", "leased", "waiting", "blocking"}.intersection(words),
+    "has a sleeping head that nobody will wake": lambda words: (
+        words[0] == "parked" and not {"due", "leased"}.intersection(words)
+    ),
+}
+
+
+def broken_invariants(found, now):
+    """What is wrong with these rows (dicts), as sentences; none when everything is legal."""
+    places = {row["id"]: place(row, now) for row in found}
+    wrong = [
+        f"message {row['id']} {text}"
+        for row in found
+        for text, rule in ROW_RULES.items()
+        if rule(row, places[row["id"]])
+    ]
+    by_lane = {}
+    for row in sorted(found, key=lambda row: row["id"]):
+        if places[row["id"]] != "gone":
+            by_lane.setdefault(row["lane"], []).append(places[row["id"]])
+    wrong += [
+        f"lane {lane} {text}: {words}"
+        for lane, words in by_lane.items()
+        for text, rule in LANE_RULES.items()
+        if rule(words)
+    ]
+    return wrong
+
+
+def check_invariants(using="default"):
+    """Fail unless all that is committed is legal; one statement, so one moment."""
+    names = ("id", "state", "lane", "holder", "lease_token", "due_at", "spent", "attempt", "lapses")
+    found = list(Message.objects.using(using).values(*names))
+    wrong = broken_invariants(found, rows.now(using))
+    assert not wrong, "\n".join([*wrong, *map(str, found)])
+
