@@ -490,6 +490,12 @@ def test_attempts_are_listed_with_a_constant_number_of_queries(client_of):
     assert re.search(r"#1 failed \d+ 1 min ago 2\.0 s web-1/9 TimeoutError: no answer", text)
 
 
+@pytest.mark.parametrize(("right", "status"), [("view_message", 200), ("view_attempt", 200), ("view_dispatcher", 403)])
+def test_who_sees_messages_sees_their_attempts(client_of, right, status):
+    made = attempt()
+    assert client_of(right).get(f"/admin/outbox/attempt/{made.pk}/change/").status_code == status
+
+
 def test_the_attempts_of_one_message_are_found_by_its_id(admin_client):
     one, other = attempt(), attempt()
     content = admin_client.get("/admin/outbox/attempt/", {"q": str(one.message_id)}).content.decode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from django.contrib import admin
-from django.db.models import F, QuerySet
+from django.db.models import F, Model, QuerySet
 from django.db.models.functions import Left
 from django.http import HttpRequest
 from django.urls import reverse
@@ -57,6 +57,10 @@ class AttemptAdmin(ReadOnlyAdmin):
     def redact(self, attempt: Attempt, what: str, text: str) -> str:
         """Override to hide what people must not see; ``what`` is error or traceback."""
         return text
+
+    def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Whoever may look at a message may follow its links to the whole of an attempt."""
+        return super().has_view_permission(request, obj) or request.user.has_perm("outbox.view_message")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return clocked(super().get_queryset(request))  # for the page of one
