@@ -406,7 +406,8 @@ def test_a_requeue_during_the_last_settlement_waits_for_it(django_user_model):
 
     def bury():
         def work():
-            held = locked(Message.objects.filter(pk=row.pk, lease_token=row.lease_token)).get()
+            mine = Message.objects.filter(pk=row.pk, lease_token=row.lease_token)
+            held = locked(mine, skip=False).get()
             Message.objects.filter(pk=held.pk).update(
                 state=State.DEAD, due_at=None, lease_token=None, settled_at=rows.now()
             )
