@@ -1,5 +1,7 @@
 """``manage.py demo``: it plays to the end, kills a dispatcher, and its proof cannot be fooled."""
 
+import io
+import re
 import signal
 import socket
 import uuid
@@ -7,6 +9,7 @@ from collections import Counter
 from urllib.request import urlopen
 
 import pytest
+from django.core.management import CommandError
 from django.core.management.color import no_style
 from django.utils import timezone
 
@@ -15,6 +18,7 @@ from example_project.ai_jobs import services as ai_jobs
 from example_project.ai_jobs.queues import job_queue
 from example_project.demo import books, business
 from example_project.demo.books import Account
+from example_project.demo.management.commands.demo import Command
 from example_project.demo.screen import Screen
 from example_project.media import services as media
 from example_project.tasks import services as tasks
@@ -126,6 +130,17 @@ def test_what_was_rolled_back_is_remembered_and_not_there(outside):
     asked = {key for account in accounts(since).values() for key in account.committed | account.without_effect}
     assert len(tally.void) == 3
     assert not tally.void & asked
+
+
+@pytest.mark.django_db(transaction=True)
+def test_books_that_do_not_balance_are_an_error(outside, monkeypatch, tmp_path):
+    command = Command(stdout=io.StringIO(), no_color=True)
+    command.screen, command.first = Screen(command.stdout, command.style), 0
+    monkeypatch.setattr(command, "deliver", lambda log: None)  # nobody delivers
+    with pytest.raises(CommandError, match="do not balance"):
+        command.perform(2, timezone.now(), tmp_path / "demo.log")
+    told = command.stdout.getvalue()
+    assert re.search("✗ media +[0-9]+ intents committed = .+ missing, such as media", told)
 
 
 # --- the screen -------------------------------------------------------------------------------------------------------

@@ -111,6 +111,7 @@ def test_a_queue_that_does_not_answer_says_so(queue, outside):
 
 
 def test_an_unreachable_broker_is_an_unreachable_queue():
+    pytest.importorskip("pika")
     pytest.importorskip("pika", reason="the client of RabbitMQ is not installed")
     with pytest.raises(QueueUnreachable, match="RabbitMQ"):
         RabbitQueue("amqp://127.0.0.1:1/?connection_attempts=1&socket_timeout=1").add(str(uuid.uuid4()), "gpu", {})
