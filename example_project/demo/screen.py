@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 BAR = 24
+WIDEST = 100  # columns
 
 
 class Screen:
@@ -25,10 +26,10 @@ class Screen:
         self.write(f"\n{self.style.MIGRATE_HEADING(text)}")
 
     def done(self, text: str) -> None:
-        self.write(f"  {self.style.SUCCESS('✓')} {text:<86} {self.seconds:5.1f} s")
+        self._step(self.style.SUCCESS("✓"), text)
 
     def shock(self, text: str) -> None:
-        self.write(f"  {self.style.ERROR('✗')} {text:<86} {self.seconds:5.1f} s")
+        self._step(self.style.ERROR("✗"), text)
 
     def verdict(self, good: bool, text: str) -> None:
         self.write(f"  {self.style.SUCCESS('✓') if good else self.style.ERROR('✗')} {text}")
@@ -57,6 +58,10 @@ class Screen:
             first, *others = map(number, row)
             cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
             self.write(f"    {'   '.join(cells)}")
+
+    def _step(self, mark: str, text: str) -> None:
+        width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns) - 13
+        self.write(f"  {mark} {text:<{width}} {self.seconds:5.1f} s")
 
     def _wipe(self) -> None:
         if self.redraws and self._drawn:
