@@ -1,4 +1,4 @@
-"""Renewal: of everything that is held, through anything that happens to the database, and the end when it fails alone."""
+"""Renewal: of all that is held, through anything that happens to the database, and the end when it fails alone."""
 
 import logging
 import threading
