@@ -263,7 +263,7 @@ def test_a_signal_stops_it_gently(log):
 def test_a_hangup_that_is_ignored_stays_ignored():
     former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with outbox_dispatch._stop_signals():
+        with outbox_dispatch.StopSignals():
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
     finally:

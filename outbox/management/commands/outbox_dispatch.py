@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import signal
+import socket
 import sys
 import threading
 import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -30,7 +31,7 @@ from outbox.plans import Plan
 logger = logging.getLogger("outbox")
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK") if hasattr(signal, name))
-GLANCE = 0.1  # seconds between two looks for a signal
+GLANCE = 0.1  # seconds between two looks at the threads
 MARGIN = 5.0  # seconds beyond the grace and the last writes, after which a stop does not wait for its threads any more
 COUNTS = ("processed", "delivered", "retried", "dead", "discarded", "skipped")
 
@@ -85,8 +86,8 @@ class Command(BaseCommand):
         for using in aliases:
             _check_table(using)
         dispatchers = [Dispatcher(_plan(using, handlers, given)) for using in aliases]
-        with _stop_signals() as seen:
-            _run(dispatchers, lambda: bool(seen) or (stop_event is not None and stop_event.is_set()))
+        with StopSignals() as signals:
+            _run(dispatchers, signals, stop_event)
         self._print_report(dispatchers, given["format"])
         failures = [each.failure for each in dispatchers if each.failure]
         if self._owns_the_process and any(each.left_running for each in dispatchers):
@@ -175,34 +176,45 @@ def _plan(using: str, handlers: list[Handler], given: dict[str, Any]) -> Plan:
     )
 
 
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Collect the first stop signal in a list; leave the process at once on the second.
+class StopSignals:
+    """Notices the first stop signal, and leaves the process at once on the second; outside the main thread neither.
 
-    The handler only notes it: what it interrupts may hold any lock.
+    The handler only rings: what it interrupts may hold any lock.
     """
-    seen: list[int] = []
 
-    def on_signal(number: int, _frame: object) -> None:
-        if seen:
-            os._exit(128 + number)
-        seen.append(number)
+    def __init__(self) -> None:
+        self.seen = False
+        self._bell, self._button = socket.socketpair()
+        self._former: dict[int, Any] = {}
 
-    if threading.current_thread() is not threading.main_thread():
-        logger.debug("Not in the main thread: the dispatcher takes no signals.")
-        yield seen
-        return
-    hangup = getattr(signal, "SIGHUP", None)  # ignored under nohup, and so it stays
-    taken = [each for each in SIGNALS if each != hangup or signal.getsignal(each) != signal.SIG_IGN]
-    former = {number: signal.signal(number, on_signal) for number in taken}
-    try:
-        yield seen
-    finally:
-        for number, handler in former.items():
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is not threading.main_thread():
+            logger.debug("Not in the main thread: the dispatcher takes no signals.")
+            return self
+        hangup = getattr(signal, "SIGHUP", None)  # ignored under nohup, and so it stays
+        taken = [each for each in SIGNALS if each != hangup or signal.getsignal(each) != signal.SIG_IGN]
+        self._former = {number: signal.signal(number, self._take) for number in taken}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._former.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._bell.close()
+        self._button.close()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, at most so long; a signal ends it."""
+        if select.select([self._bell], [], [], seconds)[0]:
+            self._bell.recv(1)
+
+    def _take(self, number: int, _frame: object) -> None:
+        if self.seen:
+            os._exit(128 + number)
+        self.seen = True
+        self._button.send(b"\0")
 
 
-def _run(dispatchers: Sequence[Dispatcher], is_stopped: Callable[[], bool]) -> None:
+def _run(dispatchers: Sequence[Dispatcher], signals: StopSignals, stop_event: threading.Event | None) -> None:
     """Run each dispatcher in a thread of its own, so that this one is free for signals, whatever the database does.
 
     When one of them gives up, all stop: whoever watches the process must see it end.
@@ -212,15 +224,17 @@ def _run(dispatchers: Sequence[Dispatcher], is_stopped: Callable[[], bool]) -> N
         thread.start()
     leave_at: float | None = None
     while alive := [each for each, thread in threads.items() if thread.is_alive()]:
-        threads[alive[0]].join(GLANCE)
-        if leave_at is None and (is_stopped() or any(each.failure for each in dispatchers)):
+        asked = signals.seen or (stop_event is not None and stop_event.is_set())
+        if leave_at is None and (asked or any(each.failure for each in dispatchers)):
             leave_at = time.monotonic() + max(each.plan.grace for each in dispatchers) + LAST_WRITES + MARGIN
             for each in dispatchers:
                 each.stop()
+            logger.info("Stopping: nothing more is claimed, and what runs may finish.")
         if leave_at is not None and time.monotonic() > leave_at:
             for each in alive:
                 each.abandon()
             return
+        signals.wait(GLANCE)
 
 
 def _leave(failures: Sequence[str]) -> None:
