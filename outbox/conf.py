@@ -19,7 +19,7 @@ class Options:
     LEASE: float = 60.0  # how long a claim lasts between two renewals
     POLL: float = 1.0  # longest pause between two looks at the table
     GRACE: float = 30.0  # how long a stop waits for running handlers
-    CONCURRENCY: int = 10  # handlers running at once in one dispatcher process (slots)
+    CONCURRENCY: int = 20  # handlers running at once in one dispatcher process (slots)
     SHARE: float = 0.5  # part of the slots that one handler may fill
     BATCH: int = 100  # most messages in one claim, and in one settlement
     TIMEOUT: float = 300.0  # longest run of a handler that names no timeout of its own

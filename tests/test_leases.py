@@ -76,19 +76,29 @@ def heard(signal):
 
 @contextmanager
 def reply_lost(*, times=1):
-    """COMMIT takes place, but its answer never arrives."""
+    """COMMIT takes place, or a change outside of transactions, but its answer never arrives."""
     commit, left = connection.commit, [times]
 
-    def commit_and_die():
-        commit()
+    def die():
         if left[0]:
             left[0] -= 1
             connection.close()
             raise OperationalError("server closed the connection unexpectedly")
 
+    def commit_and_die():
+        commit()
+        die()
+
+    def change_and_die(execute, sql, params, many, context):
+        result = execute(sql, params, many, context)
+        if sql.startswith("UPDATE") and not connection.in_atomic_block:
+            die()
+        return result
+
     connection.commit = commit_and_die
     try:
-        yield
+        with connection.execute_wrapper(change_and_die):
+            yield
     finally:
         del connection.commit
 

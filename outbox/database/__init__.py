@@ -12,6 +12,7 @@ from outbox.database.features import (
     tables_without_transactions,
     unsupported,
 )
+from outbox.database.shortcuts import increment_unlocked
 from outbox.database.statements import (
     ROUTES_PER_STATEMENT,
     Among,
@@ -52,6 +53,7 @@ __all__ = [
     "has_data_version",
     "has_open_transaction",
     "impatient_transaction",
+    "increment_unlocked",
     "is_cheap_to_open",
     "is_duplicate",
     "is_loss",
