@@ -181,9 +181,7 @@ def _at_no_cost(outcome: Settlement) -> Settlement:
         return outcome
     asked = isinstance(outcome.cause, Retry) and outcome.cause.after is not None
     wait = outcome.wait if asked else 0.0
-    return replace(
-        outcome, outcome=Outcome.RELEASED, state=State.PENDING, reason=Reason.NONE, wait=wait, refund=True
-    )
+    return replace(outcome, outcome=Outcome.RELEASED, state=State.PENDING, reason=Reason.NONE, wait=wait, refund=True)
 
 
 def _settle_now(lease: Lease, outcome: Settlement) -> Settled:
