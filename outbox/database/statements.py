@@ -71,21 +71,22 @@ def locked(rows: QS, *, skip: bool = True) -> QS:
 def due_routes(using: str, table: str, routes: Sequence[str]) -> set[str]:
     """Which of these routes, however many, have a due row: one statement, one probe of the index for each.
 
-    A join would let the planner read all due rows (PostgreSQL) or all rows of a route (MariaDB) instead.
+    A join would let the planner read all due rows (PostgreSQL) or all rows of a route (MariaDB) instead, and without its
+    ORDER BY the probe might search the whole table for its first match.
     """
     connection = connections[using]
     now, params = now_sql(connection)
     due = f"FROM {connection.ops.quote_name(table)} m WHERE m.due_at <= {now} AND m.route ="
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
-            probe = f"CROSS JOIN LATERAL (SELECT 1 {due} w.route LIMIT 1) AS c"
+            probe = f"CROSS JOIN LATERAL (SELECT 1 {due} w.route ORDER BY m.due_at LIMIT 1) AS c"
             cursor.execute(f"SELECT w.route FROM unnest(%s::text[]) AS w(route) {probe}", [list(routes)])
         elif connection.vendor == "sqlite":
             listed = "(SELECT value AS route FROM json_each(%s)) AS w"
             probe = f"EXISTS (SELECT 1 {due} w.route)"
             cursor.execute(f"SELECT w.route FROM {listed} WHERE {probe}", [json.dumps(routes), *params])
         else:
-            cursor.execute(" UNION ALL ".join([f"(SELECT m.route {due} %s LIMIT 1)"] * len(routes)), list(routes))
+            cursor.execute(" UNION ALL ".join([f"(SELECT m.route {due} %s ORDER BY m.due_at LIMIT 1)"] * len(routes)), list(routes))
         return {route for (route,) in cursor.fetchall()}
 
 
