@@ -26,11 +26,11 @@ def deliver(message):
         ({"aliases": ["old name"]}, "'old name' is no handler name"),
         ({"ordering": "fifo"}, "ordering must be one of"),
         ({"dead_head": "stop"}, "dead_head must be one of"),
-        ({"max_attempts": 0}, "max_attempts must be at least 1"),
+        ({"max_attempts": 0}, "max_attempts must be a whole number"),
         ({"timeout": 0}, "timeout must be"),
         ({"timeout": float("inf")}, "timeout must be"),
-        ({"share": 0}, "share must be between 0 and 1"),
-        ({"share": 1.5}, "share must be between 0 and 1"),
+        ({"share": 0}, "share must be above 0"),
+        ({"share": 1.5}, "share must be above 0"),
         ({"retry": 5}, "retry must be a RetryPolicy, not 5"),
         ({"payload_versions": ()}, "payload_versions must be"),
         ({"payload_versions": (0,)}, "payload_versions must be"),
@@ -81,3 +81,12 @@ def test_attempts_given_twice_are_those_of_the_handler():
     (only,) = registry.handlers()
     assert only.max_attempts == only.policy.max_attempts == 3
     assert only.policy.base == 1
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"timeout": "5"}, {"timeout": 0}, {"max_attempts": "3"}, {"max_attempts": 0}, {"share": "half"}, {"share": 1.5}],
+)
+def test_a_bad_number_is_refused_with_the_name_of_its_handler(option):
+    with pytest.raises(ImproperlyConfigured, match=r"'job'.*" + next(iter(option))):
+        handler("job", **option)(lambda message: None)

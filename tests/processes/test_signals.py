@@ -82,7 +82,7 @@ def test_a_dispatcher_without_its_database_ends(dispatch, tmp_path):
         "postgresql": "postgres://nobody@127.0.0.1:1/nothing",
         "mysql": "mysql://nobody@127.0.0.1:1/nothing",
     }
-    process = dispatch("--skip-checks", environment={"DATABASE_URL": urls[connection.vendor]})
+    process = dispatch(environment={"DATABASE_URL": urls[connection.vendor]})
     wait_until(lambda: "is away" in process.output())
     sent = time.monotonic()
     process.send_signal(signal.SIGTERM)
@@ -97,7 +97,7 @@ def test_a_dispatcher_that_may_not_wait_for_its_database_ends_with_1(dispatch, t
         "postgresql": "postgres://nobody@127.0.0.1:1/nothing",
         "mysql": "mysql://nobody@127.0.0.1:1/nothing",
     }
-    process = dispatch("--skip-checks", "--exit-on-db-error", environment={"DATABASE_URL": urls[connection.vendor]})
+    process = dispatch("--exit-on-db-error", environment={"DATABASE_URL": urls[connection.vendor]})
     assert wait_for_exit(process) == 1
 
 

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.db import DEFAULT_DB_ALIAS, Error, connections
+from django.db import Error, connections, router
 
 from outbox.conf import options
 from outbox.database import close_quietly
@@ -56,6 +56,7 @@ class Command(BaseCommand):
         "finish within the grace and exits with 0; the second exits at once with 128 + the signal's number."
     )
     stealth_options = ("stop_event",)
+    requires_system_checks = ("outbox",)  # all checks would ask databases, and one that is away is to be waited for
     _owns_the_process = False
 
     def run_from_argv(self, argv: list[str]) -> None:
@@ -67,13 +68,24 @@ class Command(BaseCommand):
         add = parser.add_argument
         add("--topic", action="append", default=[], metavar="GLOB", help="only topics like this; may be repeated")
         add("--exclude-topic", action="append", default=[], metavar="GLOB", help="no topics like this; may be repeated")
-        add("--database", action="append", default=[], metavar="ALIAS", help="may be repeated; default: 'default'")
+        add(
+            "--database",
+            action="append",
+            default=[],
+            metavar="ALIAS",
+            help="may be repeated; default: where the router writes messages",
+        )
         add("--concurrency", type=positive, default=current.CONCURRENCY, help="handlers at once (%(default)s)")
         mode = parser.add_mutually_exclusive_group()
         mode.add_argument("--once", action="store_true", help="one claim; deliver that and exit")
         mode.add_argument("--drain", action="store_true", help="deliver until nothing is due now, and exit")
         add("--limit", type=positive, help="start at most so many messages, and exit")
-        add("--lease", type=seconds, default=current.LEASE, help="seconds between two renewals ×3 (%(default)s)")
+        add(
+            "--lease",
+            type=seconds,
+            default=current.LEASE,
+            help="seconds that a claim lasts; renewed every third (%(default)s)",
+        )
         add("--poll", type=seconds, default=current.POLL, help="seconds between two looks (%(default)s)")
         add("--grace", type=seconds, default=current.GRACE, help="seconds a stop waits for handlers (%(default)s)")
         add("--batch", type=positive, default=current.BATCH, help="messages in one claim at most (%(default)s)")
@@ -82,10 +94,12 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, stop_event: threading.Event | None = None, **given: Any) -> None:
         handlers = _selected(_list(given["topic"]), _list(given["exclude_topic"]))
-        aliases = list(dict.fromkeys(_list(given["database"]) or [DEFAULT_DB_ALIAS]))
+        aliases = list(dict.fromkeys(_list(given["database"]) or [router.db_for_write(Message)]))
         for using in aliases:
             _check_table(using)
         dispatchers = [Dispatcher(_plan(using, handlers, given)) for using in aliases]
+        if not any(each.plan.ends_by_itself for each in dispatchers):
+            self._say_what_starts(dispatchers)
         with StopSignals() as signals:
             _run(dispatchers, signals, stop_event)
         self._print_report(dispatchers, given["format"])
@@ -94,6 +108,15 @@ class Command(BaseCommand):
             _leave(failures)
         if failures:
             raise CommandError("; ".join(failures), returncode=1)
+
+    def _say_what_starts(self, dispatchers: Sequence[Dispatcher]) -> None:
+        plan = dispatchers[0].plan
+        where = ", ".join(each.plan.using for each in dispatchers)
+        topics = ", ".join(sorted({each.topic for each in plan.handlers}))
+        self.stderr.write(
+            f"Delivering {topics} from {where} in {plan.concurrency} slots as {dispatchers[0].name}. Ctrl-C stops.",
+            self.style.SUCCESS,
+        )
 
     def _print_report(self, dispatchers: Sequence[Dispatcher], form: str) -> None:
         counts: Counter[str] = Counter()
