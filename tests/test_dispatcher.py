@@ -5,10 +5,12 @@ import logging
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from django.db import OperationalError, connection, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.utils import CursorWrapper
 from django.test import override_settings
 
 from outbox import Bury, Retry, RetryPolicy, Snooze, handler, outages, signals, solitude, stage
@@ -20,6 +22,7 @@ from outbox.models import Message, State
 from outbox.operations import requeue
 from outbox.registration import LOST_AFTER
 from outbox.registry import registry
+from outbox.retention import prune
 from tests import rows
 from tests.running import (
     DEADLINE,
@@ -719,8 +722,6 @@ def test_a_long_lease_keeps_the_report_fresh():
     assert heartbeat.pause < LOST_AFTER / 2
 
 
-
-
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -1087,3 +1088,85 @@ def test_no_session_is_in_a_transaction_while_handlers_run():
         assert seen == set()
         gate.open.set()
         wait_until(lambda: settled(*found))
+
+
+# --- under the weight of other work -----------------------------------------------------------------------------------
+
+
+def test_pruning_and_staging_go_on_beside_the_dispatchers(log):
+    """Scenario 49, light."""
+    noting(log, ordering="none")
+    old = [rows.delivered(age=40 * 86400) for _ in range(60)]
+    found = []
+    with dispatching(), dispatching():
+        for n in range(3):
+            found += put("job", n, count=20)
+            prune("default")
+        wait_until(lambda: settled(*found))
+    assert not Message.objects.filter(pk__in=[each.pk for each in old]).exists()
+    assert len(log) == 60
+
+
+def test_a_slow_database_costs_no_lease(log, monkeypatch):
+    """Scenario 16 d: latency in every statement."""
+    real = CursorWrapper.execute
+
+    def slowly(self, *args):
+        time.sleep(0.03)
+        return real(self, *args)
+
+    monkeypatch.setattr(CursorWrapper, "execute", slowly)
+    gate = Gate()
+    handler("job", ordering="none")(gate)
+    found = put("job", count=6)
+    with dispatching(lease=1.5, concurrency=6), dispatching(lease=1.5, concurrency=6):
+        gate.wait(6)
+        renewed = fresh(found[0]).due_at
+        wait_until(lambda: fresh(found[0]).due_at > renewed + timedelta(seconds=1))
+        gate.open.set()
+        wait_until(lambda: settled(*found))
+    assert {fresh(each).attempt for each in found} == {1}
+
+
+def test_many_handlers_at_once_keep_their_leases():
+    """Scenario 16 c."""
+    gate = Gate()
+    handler("job", ordering="none")(gate)
+    found = put("job", count=20)
+    with dispatching(lease=0.9, concurrency=20), dispatching(lease=0.9, concurrency=20):
+        gate.wait(20)
+        renewed = fresh(found[-1]).due_at
+        wait_until(lambda: fresh(found[-1]).due_at > renewed + timedelta(seconds=1))
+        gate.open.set()
+        wait_until(lambda: settled(*found))
+    assert {fresh(each).attempt for each in found} == {1}
+
+
+@pytest.mark.slow
+@override_settings(DEBUG=True)
+def test_memory_stays_flat(caplog):
+    """Scenario 63."""
+
+    def resident():
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def fail_sometimes(message):
+        Effect.objects.count()
+        if message.id % 10 == 0 and message.attempt == 1:
+            raise Retry(after=0)
+
+    handler("job", ordering="none")(fail_sometimes)
+    caplog.set_level(logging.ERROR, "outbox")  # else the test would keep every line
+    text = "x" * 100_000
+    sizes = []
+    with dispatching(concurrency=4) as dispatcher:
+        for n in range(1, 7):
+            put("job", text, count=200)
+            wait_until(lambda: Message.objects.delivered().count() == 200, 120)
+            Message.objects.all().delete()
+            connections["default"].queries_log.clear()
+            if n > 2:
+                sizes.append(resident())
+    assert dispatcher.counts["delivered"] == 1200
+    assert sizes[-1] - sizes[0] < 20_000_000
