@@ -240,9 +240,10 @@ class Slots:
             return not waiting and all(ran.abandoned for ran in self._running.values())
 
     def is_quiet(self) -> bool:
-        """Whether no handler runs or is about to (abandoned threads do not count)."""
+        """Whether no handler runs and none is held that will (abandoned threads do not count)."""
         with self._lock:
-            return not self._ready and all(ran.abandoned for ran in self._running.values())
+            waiting = self._ready or any(self._queued.values())
+            return not waiting and all(ran.abandoned for ran in self._running.values())
 
     def close(self) -> None:
         """Let the worker threads end once nothing is ready."""
