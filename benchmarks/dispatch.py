@@ -2,18 +2,19 @@
 
     python benchmarks/dispatch.py [--database URL] [--quick] [--json FILE]
 
-The bare loop claims a hundred rows by one UPDATE (or SELECT and UPDATE) and completes them by another. Both take turns,
-so that the ratio holds although the machine's speed varies. Then the same with a million delivered and scheduled rows
-in the table. Exits with 1, and a last line that names what fell short, when a limit is broken.
+The bare loop claims a hundred rows by one UPDATE (or SELECT and UPDATE) and completes them by another. A second
+database has a million delivered and scheduled rows in the table besides. All take turns, so that the ratios hold
+although the machine's speed varies. Exits with 1, and a last line that names what fell short, when a limit is broken.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
-from ground import Sheet, arguments, empty, fill, scratch_database
+from ground import Sheet, arguments, empty, fill, scratch_databases
 
 RAW_SHARE = {"postgresql": 1 / 6, "mysql": 0.1, "sqlite": 0.02}  # of the bare loop
 HISTORY_SHARE = 0.7  # of the speed in an empty table
@@ -57,13 +58,14 @@ def raw_loop(connection: Any, batch: int = BATCH) -> int:
         count += len(ids)
 
 
-def drain() -> int:
+def drain(using: str) -> int:
     """Drain by one dispatcher, as ``manage.py outbox_dispatch --drain`` does; returns the count."""
-    from outbox.dispatcher import Dispatcher, Plan
+    from outbox.dispatcher import Dispatcher
     from outbox.handlers import registry
+    from outbox.plans import Plan
 
     plan = Plan(
-        using="default",
+        using=using,
         handlers=registry.handlers(),
         concurrency=CONCURRENCY,
         lease=60,
@@ -77,7 +79,7 @@ def drain() -> int:
     return dispatcher.counts["delivered"]
 
 
-def rate(run: Any, expected: int) -> float:
+def rate(run: Callable[[], int], expected: int) -> float:
     start = time.perf_counter()
     count = run()
     seconds = time.perf_counter() - start
@@ -89,39 +91,32 @@ def rate(run: Any, expected: int) -> float:
 def main() -> int:
     given = arguments(__doc__ or "")
     rows, rounds, history = (5_000, 3, 100_000) if given.quick else (20_000, 5, 1_000_000)
-    with scratch_database(given.database) as connection:
+    with scratch_databases(given.database, "full") as [fresh, full]:
         from outbox import handler
 
         handler(TOPIC)(lambda message: None)
         sheet = Sheet()
-        print(f"{connection.vendor}: {rows:,} messages, batch {BATCH}, {CONCURRENCY} slots, {rounds} rounds")
-        bare, ours = compare(connection, rows, rounds, keep="")
+        print(f"{fresh.vendor}: {rows:,} messages, batch {BATCH}, {CONCURRENCY} slots, {rounds} rounds")
+        fill(full, history // 2, prefix="old", topic=TOPIC, state="delivered", due="never")
+        fill(full, history // 2, prefix="late", topic=TOPIC, due="tomorrow")
+        bare, ours, among = [], [], []
+        for number in range(rounds):
+            empty(fresh)
+            fill(fresh, rows, prefix=f"raw{number}:", topic=TOPIC)
+            bare.append(rate(lambda: raw_loop(fresh), rows))
+            empty(fresh)
+            fill(fresh, rows, prefix=f"own{number}:", topic=TOPIC)
+            ours.append(rate(lambda: drain("default"), rows))
+            fill(full, rows, prefix=f"own{number}:", topic=TOPIC)
+            among.append(rate(lambda: drain("full"), rows))
         sheet.note("bare loop, messages a second", bare)
-        fresh = sheet.note("dispatcher, messages a second", ours)
+        sheet.note("dispatcher, messages a second", ours)
+        sheet.note(f"dispatcher among {history:,} other rows", among)
         sheet.note("dispatcher / bare loop", [mine / raw for mine, raw in zip(ours, bare, strict=True)])
-        sheet.demand("dispatcher / bare loop", at_least=RAW_SHARE[connection.vendor])
-        empty(connection)
-        fill(connection, history // 2, prefix="old", topic=TOPIC, state="delivered", due="never")
-        fill(connection, history // 2, prefix="late", topic=TOPIC, due="tomorrow")
-        _, with_history = compare(connection, rows, rounds, keep=f"{history:,}")
-        sheet.note(f"dispatcher with {history:,} other rows", with_history)
-        sheet.note("with other rows / without", sheet.numbers[f"dispatcher with {history:,} other rows"] / fresh)
-        sheet.demand("with other rows / without", at_least=HISTORY_SHARE)
+        sheet.demand("dispatcher / bare loop", at_least=RAW_SHARE[fresh.vendor])
+        sheet.note("among other rows / without", [late / mine for late, mine in zip(among, ours, strict=True)])
+        sheet.demand("among other rows / without", at_least=HISTORY_SHARE)
         return sheet.close(given.json)
-
-
-def compare(connection: Any, rows: int, rounds: int, *, keep: str) -> tuple[list[float], list[float]]:
-    """Rates of the bare loop and of the dispatcher, in turns; with ``keep`` the rows stay, and only ours runs."""
-    bare, ours = [], []
-    for number in range(rounds):
-        if not keep:
-            empty(connection)
-            fill(connection, rows, prefix=f"raw{number}:", topic=TOPIC)
-            bare.append(rate(lambda: raw_loop(connection), rows))
-            empty(connection)
-        fill(connection, rows, prefix=f"own{number}:{keep}:", topic=TOPIC)
-        ours.append(rate(drain, rows))
-    return bare, ours
 
 
 if __name__ == "__main__":

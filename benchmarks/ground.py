@@ -30,33 +30,38 @@ def arguments(description: str) -> argparse.Namespace:
 
 
 @contextmanager
-def scratch_database(url: str, **more: Any) -> Iterator[Any]:
-    """Set Django up on a new database that is dropped at the end; yields Django's connection."""
+def scratch_databases(url: str, *aliases: str, **more: Any) -> Iterator[list[Any]]:
+    """Set Django up on new databases that are dropped at the end; yields Django's connections, "default" first."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["DATABASE_URL"] = url or f"sqlite:///{folder}/db.sqlite3"
         from example_project.settings import database
 
-        config = database(os.environ["DATABASE_URL"])
-        name = f"bench_outbox_{os.getpid()}"
-        sqlite = config["ENGINE"].endswith("sqlite3")
-        config["TEST"] = {"NAME": str(Path(config["NAME"]).with_name(f"{name}.sqlite3")) if sqlite else name}
-        config["CONN_MAX_AGE"] = 600
+        databases = {}
+        for alias in ("default", *aliases):
+            config = database(os.environ["DATABASE_URL"])
+            name = f"bench_outbox_{os.getpid()}_{alias}"
+            sqlite = config["ENGINE"].endswith("sqlite3")
+            config["TEST"] = {"NAME": str(Path(config["NAME"]).with_name(f"{name}.sqlite3")) if sqlite else name}
+            databases[alias] = {**config, "CONN_MAX_AGE": 600}
         settings.configure(
-            DATABASES={"default": config},
+            DATABASES=databases,
             INSTALLED_APPS=["django.contrib.contenttypes", "django.contrib.auth", "outbox"],
             DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
             USE_TZ=True,
             **more,
         )
         django.setup()
-        from django.db import connection
+        from django.db import connections
 
-        connection.creation.create_test_db(verbosity=0, autoclobber=True, serialize=False)
+        ours = [connections[alias] for alias in databases]
+        for connection in ours:
+            connection.creation.create_test_db(verbosity=0, autoclobber=True, serialize=False)
         try:
-            yield connection
+            yield ours
         finally:
-            connection.close()
-            connection.creation.destroy_test_db(connection.settings_dict["NAME"], verbosity=0)
+            for connection in ours:
+                connection.close()
+                connection.creation.destroy_test_db(connection.settings_dict["NAME"], verbosity=0)
 
 
 def empty(connection: Any) -> None:

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from ground import Sheet, arguments, empty, fill, scratch_database
+from ground import Sheet, arguments, empty, fill, scratch_databases
 
 STATEMENTS = 1.0  # per poll interval
 CPU = 0.01  # of one core
@@ -93,7 +93,7 @@ def drain(connection: Any, rows: int, prefix: str) -> None:
 def main() -> int:
     given = arguments(__doc__ or "")
     seconds, first, rest = (20.0, 3_000, 12_000) if given.quick else (60.0, 10_000, 90_000)
-    with scratch_database(given.database, DEBUG=True) as connection:
+    with scratch_databases(given.database, DEBUG=True) as [connection]:
         from outbox import handler
 
         sheet = Sheet()
