@@ -19,7 +19,9 @@ from outbox.registry import registry
 from tests.running import DEADLINE, Gate, put, settled, state
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
+pytestmark = pytest.mark.django_db(transaction=True)
+
+both_databases = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 QUICK = ("--poll", "0.05", "--lease", "5", "--grace", "5", "--concurrency", "4")
 
@@ -129,6 +131,7 @@ def test_a_limit_ends_the_run(log):
     assert len(log) == 2
 
 
+@both_databases
 def test_several_databases_are_served_at_once(log):
     put("order.paid")
     put("order.paid", using="other")
@@ -136,6 +139,7 @@ def test_several_databases_are_served_at_once(log):
     assert report["delivered"] == 2
 
 
+@both_databases
 def test_a_database_named_twice_is_served_once(log, monkeypatch):
     made = []
     real = outbox_dispatch.Dispatcher
@@ -293,6 +297,7 @@ def test_a_process_that_gives_up_exits_with_1():
     gate.open.set()
 
 
+@both_databases
 def test_when_one_database_gives_up_all_dispatchers_stop(monkeypatch):
     real = outbox_dispatch.Dispatcher
 

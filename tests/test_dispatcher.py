@@ -40,9 +40,10 @@ from tests.running import (
 from tests.testapp.models import Effect, Order
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
+pytestmark = pytest.mark.django_db(transaction=True)
 
 NOW = RetryPolicy(max_attempts=3, base=0, jitter=False)  # a failed message is due again at once
+both_databases = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 servers_only = pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite has no sessions to cut")
 
 
@@ -143,6 +144,7 @@ def test_expired_messages_are_counted_as_discarded(log):
     assert (dispatcher.counts["discarded"], dispatcher.counts["processed"]) == (1, 1)
 
 
+@both_databases
 def test_each_database_has_its_own_dispatcher(log):
     noting(log)
     put("job", "here")
@@ -667,6 +669,7 @@ def test_an_idle_dispatcher_stops_at_once():
     assert dispatcher.failure is None
 
 
+@both_databases
 def test_a_stop_releases_every_connection(log):
     """Scenario 37."""
     if connection.vendor == "sqlite":

@@ -15,7 +15,7 @@ from tests.processes import jobs
 from tests.running import fresh, outcomes, put, settled, state
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.process, pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+pytestmark = [pytest.mark.process, pytest.mark.django_db(transaction=True)]
 
 servers_only = pytest.mark.skipif(
     connection.vendor == "sqlite", reason="SQLite has no clock but that of the process that asks"
@@ -40,7 +40,9 @@ def test_what_a_killed_dispatcher_held_is_delivered_by_the_next(dispatch, journa
     assert len(journal.lines("start")) == 9
 
 
-@pytest.mark.parametrize("end", ["kill", "exit", "crash"])
+@pytest.mark.parametrize(
+    "end", ["kill", pytest.param("exit", marks=pytest.mark.slow), pytest.param("crash", marks=pytest.mark.slow)]
+)
 def test_a_message_that_kills_its_worker_dies_after_its_budget_and_takes_nobody_along(dispatch, journal, end):
     """Scenarios 23 and P1."""
     killer = put("killer", {"do": [end]}, event_key="killer")
@@ -120,7 +122,7 @@ def test_equal_names_and_process_ids_are_told_apart(dispatch, journal, gate):
 
 
 @servers_only
-@pytest.mark.parametrize("offset", [3600, -3600])
+@pytest.mark.parametrize("offset", [3600, pytest.param(-3600, marks=pytest.mark.slow)])
 def test_a_wrong_clock_steals_nothing_and_delays_nothing(dispatch, journal, gate, offset):
     """Scenario 19: the database's clock decides."""
     row = put("work", {"do": [["wait", gate.path], ["fail", 1]]})

@@ -10,7 +10,7 @@ from outbox.models import Dispatcher, Message, State
 from tests.running import fresh, outcomes, put, settled, state
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.process, pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+pytestmark = [pytest.mark.process, pytest.mark.django_db(transaction=True)]
 
 
 def wait_for_exit(process, seconds=20):

@@ -10,7 +10,7 @@ from django.db import connection
 from tests.conftest import ROOT
 from tests.processes import jobs
 
-pytestmark = [pytest.mark.process, pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+pytestmark = [pytest.mark.process, pytest.mark.django_db(transaction=True)]
 
 LIFE = '''
 import io, time
