@@ -132,20 +132,23 @@ class Director:
         self.actors = actors
         self.one_writer = one_writer
 
-    def play(self, random, after_step, most=2000):
-        """Permit steps in random order until every job has ended, calling ``after_step`` after each."""
+    def play(self, random, after_commit, most=2000):
+        """Permit steps in random order until every job has ended, calling ``after_commit`` after each COMMIT."""
         deadline = time.monotonic() + PATIENCE
         for _ in range(most):
             ready = [actor for actor in self.actors if actor.state == "ready"]
             if self.one_writer and any(actor.writes for actor in self.actors):
                 ready = [actor for actor in ready if not actor.next.startswith("BEGIN")]
             if ready:
-                random.choice(ready).step()
+                actor = random.choice(ready)
+                commits = actor.next == "COMMIT"
+                actor.step()
+                if commits:
+                    after_commit()
             elif all(actor.state == "idle" for actor in self.actors):
                 return
             else:
                 running = next(actor for actor in self.actors if actor.state == "running")
                 running.settle_down(PROMPT)
                 assert time.monotonic() < deadline, f"all wait: {[(a.name, a.state, a.next) for a in self.actors]}"
-            after_step()
         raise AssertionError(f"no end after {most} steps: {[(a.name, a.next) for a in self.actors]}")
