@@ -1137,7 +1137,7 @@ def statements(queries):
 
 def test_no_isolation_is_set_where_it_is_the_default_already():
     put("mail")
-    take()
+    end(take()[0])
     put("mail")
     with CaptureQueriesContext(connection) as queries:
         end(take()[0])

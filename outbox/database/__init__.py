@@ -12,7 +12,7 @@ from outbox.database.features import (
     tables_without_transactions,
     unsupported,
 )
-from outbox.database.shortcuts import increment_unlocked
+from outbox.database.shortcuts import increment_unlocked, lease_free
 from outbox.database.statements import (
     ROUTES_PER_STATEMENT,
     Among,
@@ -59,6 +59,7 @@ __all__ = [
     "is_loss",
     "is_race",
     "lane_heads",
+    "lease_free",
     "locked",
     "now_sql",
     "reads_committed_now",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from django.db import connections
+from django.db import connections, models
+
+from outbox.database.clock import now_sql
 
 
 def increment_unlocked(using: str, table: str, column: str, rows: Sequence[tuple[int, int, int]]) -> set[int]:
@@ -30,3 +33,38 @@ def increment_unlocked(using: str, table: str, column: str, rows: Sequence[tuple
             [ids, tokens, values, ids],
         )
         return {pk for (pk,) in cursor.fetchall()}
+
+
+def lease_free(
+    using: str,
+    model: type[models.Model],
+    ids: Sequence[int],
+    *,
+    charged: Sequence[int],
+    token: int,
+    worker: str,
+    micros: int,
+    budget: int,
+) -> list[Any]:
+    """Lease those rows that are due, unlocked, in no lane, and were never leased in vain; returns them as leased.
+
+    The others are left alone, and so is a row that has spent ``budget`` attempts or has expired: the caller must look
+    at them. ``charged``: ids whose attempt is taken from the budget now. Finds nothing on other databases.
+    """
+    connection = connections[using]
+    if connection.vendor != "postgresql":
+        return []
+    name = connection.ops.quote_name(model._meta.db_table)
+    now, _ = now_sql(connection)
+    free = (
+        f"SELECT p.id FROM {name} p WHERE p.id = ANY(%s::bigint[]) AND p.state = 'pending' AND p.due_at <= {now} "
+        f"AND p.lane IS NULL AND p.lease_token IS NULL AND p.lapses = 0 AND p.spent < %s "
+        f"AND (p.expires_at IS NULL OR p.expires_at > {now}) ORDER BY p.id FOR UPDATE SKIP LOCKED"
+    )
+    sql = (
+        f"UPDATE {name} SET lease_token = %s, leased_by = %s, leased_at = {now}, due_at = {now} + %s, "
+        f"attempt = attempt + 1, spent = spent + CASE WHEN id = ANY(%s::bigint[]) THEN 1 ELSE 0 END "
+        f"WHERE id = ANY(ARRAY({free})) RETURNING *"
+    )
+    params = [token, worker, micros, list(charged), list(ids), budget]
+    return list(model._default_manager.using(using).raw(sql, params))

@@ -71,8 +71,8 @@ def locked(rows: QS, *, skip: bool = True) -> QS:
 def due_routes(using: str, table: str, routes: Sequence[str]) -> set[str]:
     """Which of these routes, however many, have a due row: one statement, one probe of the index for each.
 
-    A join would let the planner read all due rows (PostgreSQL) or all rows of a route (MariaDB) instead, and without its
-    ORDER BY the probe might search the whole table for its first match.
+    A join would let the planner read all due rows (PostgreSQL) or all rows of a route (MariaDB) instead, and without
+    its ORDER BY the probe might search the whole table for its first match.
     """
     connection = connections[using]
     now, params = now_sql(connection)
@@ -86,7 +86,9 @@ def due_routes(using: str, table: str, routes: Sequence[str]) -> set[str]:
             probe = f"EXISTS (SELECT 1 {due} w.route)"
             cursor.execute(f"SELECT w.route FROM {listed} WHERE {probe}", [json.dumps(routes), *params])
         else:
-            cursor.execute(" UNION ALL ".join([f"(SELECT m.route {due} %s ORDER BY m.due_at LIMIT 1)"] * len(routes)), list(routes))
+            cursor.execute(
+                " UNION ALL ".join([f"(SELECT m.route {due} %s ORDER BY m.due_at LIMIT 1)"] * len(routes)), list(routes)
+            )
         return {route for (route,) in cursor.fetchall()}
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from django.db import DatabaseError, connections
 from django.dispatch import Signal
 
-from outbox.database import again, is_loss
+from outbox.database import again, is_loss, is_race
 from outbox.handlers import Handler, registry
 from outbox.leases.holding import renew
 from outbox.leases.lease import Lease, draw_token
 from outbox.leases.looking import MOST_OBSTACLES, MOST_SPARE, Obstacles, choose, read
+from outbox.leases.shortcut import lease_at_once, leased_unanswered
 from outbox.leases.taking import Taken, Terms, take
 from outbox.signals import Event, send
 
@@ -68,6 +70,7 @@ class Claimer:
         self._rows = Obstacles()
         self._lanes = Obstacles()
         self._doubtful: list[Lease] = []
+        self._unanswered: tuple[Sequence[int], Terms] | None = None
 
     def claim(
         self,
@@ -83,6 +86,9 @@ class Claimer:
         ``room`` caps the messages by handler name. ``alone``: this process holds nothing else, so a message that
         crashed its workers may be taken, and then nothing besides.
         """
+        if self._unanswered is not None:
+            self._doubtful += leased_unanswered(*self._unanswered)
+            self._unanswered = None
         if self._doubtful:
             return self._adopt(seconds)
         terms = self._terms(limit, seconds=seconds, start=start, room=room)
@@ -97,9 +103,7 @@ class Claimer:
         terms.only = True
         return self._take(sorted(ids), terms).leases
 
-    def _terms(
-        self, limit: int, *, seconds: float, start: int | None, room: Mapping[str, int] | None
-    ) -> Terms:
+    def _terms(self, limit: int, *, seconds: float, start: int | None, room: Mapping[str, int] | None) -> Terms:
         return Terms(
             using=self.using,
             worker=self.worker,
@@ -132,7 +136,7 @@ class Claimer:
             return Claim(lonely=choice.lonely, contended=choice.avoided)
         if choice.solo:
             terms.solo, terms.limit, terms.start = True, 1, 1
-        taken = self._take(choice.ids, terms)
+        taken = self._take_at_once(choice.ids, terms) if choice.plain and not spare else self._take(choice.ids, terms)
         served = {lease.handler.name for lease in taken.leases}
         self._order.sort(key=lambda route: self.routes[route].name in served)  # who was served comes last next time
         progress = bool(taken.leases or taken.events or taken.parked)
@@ -143,6 +147,32 @@ class Claimer:
             contended=bool(choice.avoided or taken.missed or taken.stuck),
             lonely=choice.lonely or taken.lonely,
         )
+
+    def _take_at_once(self, chosen: Sequence[int], terms: Terms) -> Taken:
+        """Lease rows that need no look by one statement, where there is one; and the rest of them as usual."""
+        connection = connections[self.using]
+        leases: list[Lease] = []
+        try:
+            if not connection.in_atomic_block:  # a statement that fails would spoil the open transaction
+                leases = lease_at_once(chosen, terms)
+        except DatabaseError as error:
+            if not is_race(connection, error):
+                self._unanswered = (chosen, terms) if is_loss(connection, error) else None
+                raise
+        got = {lease.id for lease in leases}
+        rest = [pk for pk in chosen if pk not in got]
+        if not rest:
+            return Taken(leases=leases)
+        room = Counter(terms.room)
+        room.subtract(lease.handler.name for lease in leases)
+        start = max(0, terms.start - len(leases))
+        try:
+            taken = self._take(rest, replace(terms, room=room, start=start, limit=terms.limit - len(leases)))
+        except BaseException:
+            self._doubtful = [*leases, *self._doubtful]  # held, but nobody was told
+            raise
+        taken.leases = [*leases, *taken.leases]
+        return taken
 
     def _take(self, chosen: Sequence[int], terms: Terms) -> Taken:
         try:

@@ -19,6 +19,7 @@ from outbox.models import Message, State
 
 ALONE_FROM = 2  # lapses in a row after which a message runs alone
 
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Lease:
     """One message that this process may deliver until ``deadline`` (monotonic seconds), unless renewed.

@@ -89,11 +89,13 @@ def read(using: str, routes: Sequence[str], width: int) -> tuple[list[Candidate]
 class Choice:
     """Which rows to lock. ``solo``: the only one, because it must run alone; ``lonely``: such a one was left out.
 
-    ``rest``: there are others that could have been chosen; ``avoided``: some are locked by somebody, by all we know.
+    ``plain``: none is in a lane, and no lease of them ever lapsed, by all we know. ``rest``: there are others that
+    could have been chosen; ``avoided``: some are locked by somebody, by all we know.
     """
 
     ids: list[int]
     solo: bool = False
+    plain: bool = False
     lonely: bool = False
     rest: bool = False
     avoided: bool = False
@@ -131,7 +133,8 @@ def choose(
                 chosen += unit
                 left -= 1
     rest = len(chosen) + len(lonely) < len(free)
-    return Choice(ids=chosen, lonely=bool(lonely), rest=rest, avoided=avoided)
+    plain = not any(row.lane is not None or row.lapses for row in free)
+    return Choice(ids=chosen, plain=plain, lonely=bool(lonely), rest=rest, avoided=avoided)
 
 
 def _units(queues: Mapping[str, Sequence[Candidate]]) -> dict[str, list[list[int]]]:

@@ -147,9 +147,7 @@ def _lapse(row: Message, outcome: Outcome) -> Closing:
     return closing
 
 
-def _close(
-    closings: Sequence[tuple[Message, Closing]], terms: Terms, targets: lanes.Targets, taken: Taken
-) -> None:
+def _close(closings: Sequence[tuple[Message, Closing]], terms: Terms, targets: lanes.Targets, taken: Taken) -> None:
     """Settle rows and wake who comes next; a row whose successor is locked by somebody is left for another claim."""
     in_lanes = {row.lane: row.pk for row, _ in closings if row.lane is not None}
     successors = lanes.successors(terms.using, in_lanes, wait=False)
