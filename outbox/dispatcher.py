@@ -108,7 +108,7 @@ class Dispatcher:
     @property
     def counts(self) -> dict[str, int]:
         """What became of the messages so far."""
-        counts = self._settler.counts + self._closed
+        counts = Counter(dict(self._settler.counts)) + self._closed
         names = ("delivered", "retried", "dead", "discarded", "skipped")
         return {"processed": sum(counts.values()), **{name: counts[name] for name in names}}
 
@@ -173,6 +173,7 @@ class Dispatcher:
 
     def _loop(self) -> None:
         while not self._stopping.is_set():
+            self._nudged = False  # before looking: what happens from here on ends the next wait
             try:
                 was_empty = self._slots.is_empty()
                 claim = self._pass()
@@ -192,8 +193,7 @@ class Dispatcher:
         if want.limit <= 0 or not any(want.room.values()):
             self._hungry = True
             return Claim()
-        if self._settler.soonest <= time.monotonic():
-            self._settler.soonest = float("inf")
+        self._settler.forget_due()
         alone = self._slots.is_empty()
         claim = self._claimer.claim(want.limit, seconds=self.plan.lease, start=want.start, room=want.room, alone=alone)
         self._worked_at = time.monotonic()
@@ -240,10 +240,9 @@ class Dispatcher:
     def _wait(self, *, contended: bool) -> None:
         now = time.monotonic()
         longest = self.plan.poll * (1 + random.uniform(0, POLL_JITTER))  # noqa: S311 - jitter, not secrecy
-        timeout = min(longest, self._slots.next_timeout(), self._settler.soonest - now)
+        timeout = min(longest, self._slots.next_timeout(), self._settler.next_due() - now)
         if contended:
             timeout = min(timeout, random.uniform(0.2, 1) * CONTENDED_PAUSE)  # noqa: S311
-        self._nudged = False
         self._waiter.wait(max(0.0, timeout))
 
     def _survive(self, error: Exception) -> None:
@@ -262,10 +261,12 @@ class Dispatcher:
         self._stopping.set()
         for lease in self._slots.withdraw():
             self._settler.put(lease, release(lease))
-        while not self._slots.is_quiet() and time.monotonic() < deadline:
+        while True:
             self._nudged = False
-            self._waiter.wait(min(0.2, deadline - time.monotonic(), self._slots.next_timeout()))
             self._abandon_overdue()
+            if self._slots.is_quiet() or time.monotonic() >= deadline:
+                break
+            self._waiter.wait(min(0.2, deadline - time.monotonic(), self._slots.next_timeout()))
         self._housekeeping.stop(1.0)
         self._interrupt()
         self._settler.stop(LAST_WRITES)

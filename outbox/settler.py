@@ -8,6 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 
 from django.db import Error, connections, reset_queries
 
@@ -24,6 +25,7 @@ logger = logging.getLogger("outbox")
 
 LINGER = 0.02  # seconds that an outcome may wait for company while handlers run
 BUSY_PAUSE = 0.2  # seconds until a row that somebody has locked is tried again
+MOST_DUE = 1000  # retries whose time is remembered; more are found by polling
 NAMES = {State.DELIVERED: "delivered", State.DEAD: "dead", State.DISCARDED: "discarded", State.PENDING: "retried"}
 
 
@@ -55,7 +57,7 @@ class Settler:
     ) -> None:
         self.using = using
         self.counts: Counter[str] = Counter()
-        self.soonest = float("inf")  # monotonic time at which the first of the retries is due
+        self._due: list[float] = []  # a heap of monotonic times at which retries are due
         self._slots = slots
         self._batch = batch
         self._seconds = seconds
@@ -92,6 +94,18 @@ class Settler:
             self._news.notify()
         if self._thread.is_alive():
             self._thread.join(timeout)
+
+    def next_due(self) -> float:
+        """The monotonic time at which the first of the known retries is due; infinite if there is none."""
+        with self._news:
+            return self._due[0] if self._due else float("inf")
+
+    def forget_due(self) -> None:
+        """Retries that are due by now: the claim that follows looks for them."""
+        now = time.monotonic()
+        with self._news:
+            while self._due and self._due[0] <= now:
+                heappop(self._due)
 
     def _loop(self) -> None:
         try:
@@ -200,8 +214,9 @@ class Settler:
                 continue
             self._slots.end(lease)
             again_soon = done.state == State.PENDING and done.until is None
-            if again_soon:
-                self.soonest = min(self.soonest, now + done.wait)
+            if again_soon and len(self._due) < MOST_DUE:
+                with self._news:
+                    heappush(self._due, now + done.wait)
             woken = woken or lease.message.lane is not None or (again_soon and done.wait == 0)
         self._woke()
         if woken:

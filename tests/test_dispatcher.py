@@ -1053,6 +1053,45 @@ def test_a_retry_starts_when_it_is_due_and_not_at_the_next_poll(log):
     assert 0.25 < started[1] - started[0] < 5
 
 
+def test_all_retries_start_when_they_are_due(log):
+    """Scenario 34: not only the first of them."""
+
+    def handle(message):
+        if message.attempt == 1:
+            raise Retry(after=message.payload)
+        log.append(message.payload)
+
+    handler("job", ordering="none")(handle)
+    for wait in (0.7, 0.2, 0.45):
+        put("job", wait)
+    started = time.monotonic()
+    with dispatching(poll=60.0):
+        wait_until(lambda: len(log) == 3)
+    assert log == [0.2, 0.45, 0.7]
+    assert time.monotonic() - started < 10
+
+
+def test_what_ends_during_a_look_at_the_slots_ends_the_next_wait(log, monkeypatch):
+    """A slot that becomes free in that moment is filled at once, not at the next poll."""
+    gate = Gate()
+    handler("job", ordering="none")(lambda message: gate(message) if message.payload == 1 else log.append(2))
+    put("job", 1)
+    put("job", 2)
+    with dispatching(poll=60.0, concurrency=1) as dispatcher:
+        gate.wait()
+        real = dispatcher._slots.want
+
+        def slowly():
+            want = real()
+            gate.open.set()
+            wait_until(lambda: Message.objects.delivered().exists())
+            return want
+
+        monkeypatch.setattr(dispatcher._slots, "want", slowly)
+        dispatcher._nudge()
+        wait_until(lambda: log == [2], 10)
+
+
 def test_a_commit_wakes_the_dispatchers_of_the_same_process(log):
     noting(log)
     with dispatching(poll=60.0):
