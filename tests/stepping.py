@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from django.db import connections
 
-PROMPT = 0.05  # seconds after which an actor that has not come back may be waiting for a lock
+PROMPT = 0.02  # seconds after which an actor that has not come back may be waiting for a lock
 PATIENCE = 30.0  # seconds after which a test gives up
 
 
@@ -22,6 +22,7 @@ class Actor:
         self.alias = alias
         self.state = "idle"
         self.next = ""
+        self.commits = False  # whether the next step makes changes visible to others
         self.log = []
         self.result = self.error = None
         self._free = False
@@ -91,7 +92,7 @@ class Actor:
     def _work(self):
         connection = connections[self.alias]
         commit = connection.commit
-        connection.commit = lambda: (self._stop_before("COMMIT"), commit())
+        connection.commit = lambda: (self._stop_before("COMMIT", commits=True), commit())
         try:
             while (job := self._jobs.get()) is not None:
                 try:
@@ -105,13 +106,13 @@ class Actor:
             connections.close_all()
 
     def _wrapper(self, execute, sql, params, many, context):
-        self._stop_before(sql)
+        self._stop_before(sql, commits=not context["connection"].in_atomic_block)
         return execute(sql, params, many, context)
 
-    def _stop_before(self, step):
+    def _stop_before(self, step, *, commits):
         if self._free:
             return
-        self.next = step
+        self.next, self.commits = step, commits
         self._tell("ready")
         self._permit.acquire()
         self.log.append(step)
@@ -141,7 +142,7 @@ class Director:
                 ready = [actor for actor in ready if not actor.next.startswith("BEGIN")]
             if ready:
                 actor = random.choice(ready)
-                commits = actor.next == "COMMIT"
+                commits = actor.commits
                 actor.step()
                 if commits:
                     after_commit()

@@ -5,16 +5,17 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
-from django.db import OperationalError, connection, connections, transaction
+from django.db import Error, OperationalError, connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from outbox import signals
-from outbox.database import Stale, again, server_now, short_transaction
+from outbox.database import Stale, again, close_quietly, server_now, short_transaction
 from outbox.handlers import handler
 from outbox.leases import announce, charge, claim, draw_token, renew, settle
 from outbox.models import Attempt, Message, Outcome, Reason, State
 from outbox.operations import discard, make_due, requeue
 from tests import rows
+from tests.running import cut_sessions
 from tests.specimens import (
     BACKOFF,
     BUDGET,
@@ -1136,9 +1137,9 @@ def statements(queries):
 
 
 def test_no_isolation_is_set_where_it_is_the_default_already():
-    put("mail")
-    end(take()[0])
-    put("mail")
+    with short_transaction("default"):
+        pass  # asks for the default
+    put("account", "a")
     with CaptureQueriesContext(connection) as queries:
         end(take()[0])
     assert not [sql for sql in statements(queries) if "ISOLATION" in sql.upper()]
@@ -1198,6 +1199,21 @@ def test_the_whole_path_works_on_a_repeatable_read_connection():
     renew("default", [lease], 60)
     assert end(lease, hand_over=hand_over).next.id == follower.pk
     check_invariants()
+
+
+@rows_can_be_locked
+@pytest.mark.usefixtures("repeatable_read")
+def test_a_session_that_is_gone_at_the_begin_of_a_transaction_leaves_nothing_open():
+    """Scenario 43: on PostgreSQL setting the level is the first thing that the server hears of a transaction."""
+    row = put("mail")
+    (lease,) = take()
+    rows.at_once(cut_sessions)
+    with pytest.raises(Error) as e:
+        renew("default", [lease], 60)
+    import traceback; traceback.print_exception(e.value); print(connection._outbox_isolation, connection.in_atomic_block); assert 0
+    assert not connection.in_atomic_block
+    close_quietly("default")
+    assert renew("default", [lease], 60).renewed == {row.pk}
 
 
 def test_no_transaction_is_open_after_a_claim_or_a_settlement():
