@@ -34,6 +34,7 @@ def short_transaction(using: str) -> Iterator[None]:
             yield
         return
     atomic = transaction.atomic(using=using)
+    foreign = connection.vendor != "sqlite" and not _reads_committed(connection)
     if connection.vendor == "sqlite":
         connection.ensure_connection()  # a connection learns its mode only when it is opened
         mode = connection.transaction_mode
@@ -43,13 +44,12 @@ def short_transaction(using: str) -> Iterator[None]:
         finally:
             connection.transaction_mode = mode
     else:
-        foreign = not _reads_committed(connection)
         if foreign and connection.vendor == "mysql":  # holds for the next transaction only
             _execute(connection, "SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
         atomic.__enter__()
+    try:
         if foreign and connection.vendor == "postgresql":
             _execute(connection, "SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
-    try:
         yield
     except BaseException as error:
         atomic.__exit__(type(error), error, error.__traceback__)
