@@ -53,15 +53,11 @@ def cast(monkeypatch):
 # --- random legal lanes -----------------------------------------------------------------------------------------------
 
 
-def draw_row(chance, number, now, keys):
-    """A message somewhere in a lane of one of these keys, each a little different."""
-    name = chance.choice(NAMES)
-    key = chance.choice(keys)
-    lane = registry.by_name(name).lane(key)
-    where = chance.choice(["due", "due", "parked", "waiting", "leased", "lapsed", "blocking"])
-    row = {
-        "id": FIRST_ID + number * STEP,
-        "event_key": f"message-{number}",
+def bare_row(pk, name, key, now):
+    """A message that was just staged."""
+    return {
+        "id": pk,
+        "event_key": f"message-{pk}",
         "topic": name,
         "handler": name,
         "route": name,
@@ -69,9 +65,9 @@ def draw_row(chance, number, now, keys):
         "digest": b"",
         "ordering_key": key,
         "staged_at": now,
-        "lane": lane,
+        "lane": registry.by_name(name).lane(key),
         "state": State.PENDING,
-        "due_at": now - number - 1,
+        "due_at": now,
         "lease_token": None,
         "holder": None,
         "attempt": 0,
@@ -79,6 +75,14 @@ def draw_row(chance, number, now, keys):
         "lapses": 0,
         "expires_at": None,
     }
+
+
+def draw_row(chance, number, now, keys):
+    """A message somewhere in a lane of one of these keys, each a little different."""
+    name = chance.choice(NAMES)
+    row = bare_row(FIRST_ID + number * STEP, name, chance.choice(keys), now - number - 1)
+    lane = row["lane"]
+    where = chance.choice(["due", "due", "parked", "waiting", "leased", "lapsed", "blocking"])
     if where == "parked":
         row |= {"due_at": None}
     elif where == "waiting":
@@ -116,6 +120,7 @@ class World:
         self.free = leases  # nobody settles them yet
         self.granted = []
         self.ids = [FIRST_ID + number * STEP for number in range(6)]
+        self.late_ids = chance.sample([pk - n for pk in self.ids for n in range(1, STEP)], 4)
 
     def draw_job(self):
         jobs = [self.claim, self.claim, self.claim, self.claim_one, self.stage_late, self.operate, self.operate]
@@ -167,13 +172,11 @@ class World:
         return job
 
     def stage_late(self):
-        pk = self.chance.choice(self.ids) - self.chance.randint(1, STEP - 1)
-        name, key = self.chance.choice(NAMES), self.chance.choice("ab")
+        row = bare_row(self.late_ids.pop(), self.chance.choice(NAMES), self.chance.choice("ab"), int(time.time() * 10**6))
 
         def job():
             with transaction.atomic():
-                lane = registry.by_name(name).lane(key)
-                rows.message(id=pk, topic=name, ordering_key=key, lane=lane)
+                Message.objects.bulk_create([Message(**row)])
 
         return job
 
