@@ -172,7 +172,8 @@ class World:
         return job
 
     def stage_late(self):
-        row = bare_row(self.late_ids.pop(), self.chance.choice(NAMES), self.chance.choice("ab"), int(time.time() * 10**6))
+        name, key = self.chance.choice(NAMES), self.chance.choice("ab")
+        row = bare_row(self.late_ids.pop(), name, key, int(time.time() * 10**6))
 
         def job():
             with transaction.atomic():
