@@ -952,9 +952,10 @@ def connection_dies_at(word):
 
 
 @pytest.mark.parametrize("name", sorted(VERDICTS))
-def test_a_settlement_whose_commit_was_never_answered_is_recognised(name):
+@pytest.mark.parametrize("key", ["a", None])
+def test_a_settlement_whose_commit_was_never_answered_is_recognised(name, key):
     """Otherwise a delivered message is called lost."""
-    row = put("account", "a")
+    row = put("account", key)
     (lease,) = take()
     token = draw_token()
     with reply_lost(), pytest.raises(OperationalError):

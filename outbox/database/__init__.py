@@ -12,7 +12,7 @@ from outbox.database.features import (
     tables_without_transactions,
     unsupported,
 )
-from outbox.database.shortcuts import increment_unlocked, lease_free
+from outbox.database.shortcuts import deliver_unlocked, increment_unlocked, lease_free
 from outbox.database.statements import (
     ROUTES_PER_STATEMENT,
     Among,
@@ -47,6 +47,7 @@ __all__ = [
     "can_notify",
     "close_quietly",
     "code_of",
+    "deliver_unlocked",
     "due_candidates",
     "due_routes",
     "fails_reading_before_writing",

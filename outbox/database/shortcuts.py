@@ -35,6 +35,32 @@ def increment_unlocked(using: str, table: str, column: str, rows: Sequence[tuple
         return {pk for (pk,) in cursor.fetchall()}
 
 
+def deliver_unlocked(using: str, table: str, rows: Sequence[tuple[int, int]]) -> set[int]:
+    """Write down the delivery of rows in no lane, given as (id, lease token); returns the ids of those it changed.
+
+    The others are left alone, and so are rows that somebody has locked. Does nothing on other databases.
+    """
+    connection = connections[using]
+    if connection.vendor != "postgresql":
+        return set()
+    name = connection.ops.quote_name(table)
+    now, _ = now_sql(connection)
+    found = (
+        f"SELECT p.id FROM {name} p JOIN unnest(%s::bigint[], %s::bigint[]) AS w(id, token) "
+        f"ON p.id = w.id AND p.lease_token = w.token "
+        f"WHERE p.id = ANY(%s::bigint[]) AND p.state = 'pending' AND p.lane IS NULL "
+        f"ORDER BY p.id FOR UPDATE OF p SKIP LOCKED"
+    )
+    ids, tokens = (list(part) for part in zip(*rows, strict=True))
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"UPDATE {name} SET state = 'delivered', settled_at = {now}, due_at = NULL, lease_token = NULL, lapses = 0 "
+            f"WHERE id = ANY(ARRAY({found})) RETURNING id",
+            [ids, tokens, ids],
+        )
+        return {pk for (pk,) in cursor.fetchall()}
+
+
 def lease_free(
     using: str,
     model: type[models.Model],

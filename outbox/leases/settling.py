@@ -16,6 +16,7 @@ from outbox.database import Among, ServerNow, again, is_loss, locked, with_clock
 from outbox.handlers import Handler, registry
 from outbox.leases.lease import ALONE_FROM, Lease, draw_token, grant, hold
 from outbox.leases.outcomes import Closing, Settled, Settlement, write
+from outbox.leases.shortcut import deliver_at_once
 from outbox.models import Message, State
 
 LONGEST_RUN = 20  # messages of one lane handed over in a row
@@ -70,8 +71,9 @@ def settle(
     with the token of that try: what that commit did is recognised as our own doing.
     """
     token = token or draw_token()
-    results: dict[int, Settled] = {}
-    left = list(range(len(settlements)))
+    patient = connections[using].in_atomic_block
+    results = {} if patient or recheck else deliver_at_once(using, settlements)
+    left = [place for place in range(len(settlements)) if place not in results]
     for pause in PAUSES:
         if not left:
             break
@@ -83,7 +85,7 @@ def settle(
             seconds=seconds,
             hand_over=hand_over,
             recheck=recheck,
-            patient=connections[using].in_atomic_block,
+            patient=patient,
         )
         try:
             again(using, partial(_settle, group))
@@ -93,7 +95,7 @@ def settle(
             break  # a part is committed, and its new leases are held: the rest stays busy, and fails by itself
         results.update(zip(left, group.results, strict=True))
         left = [place for place in left if results[place].status == "busy"]
-    return [results[place] for place in range(len(settlements))]
+    return [results.get(place) or Settled(settlement=each, status="busy") for place, each in enumerate(settlements)]
 
 
 def _settle(group: _Group) -> None:

@@ -1,15 +1,19 @@
-"""The claim by a single statement, where there is one, for rows that need no look: in no lane, and never lapsed."""
+"""Claim and settle by single statements, where there are such, what needs no look: plain messages in no lane."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
-from outbox.database import lease_free
+from django.db import DatabaseError, connections
+
+from outbox.database import deliver_unlocked, is_race, lease_free
 from outbox.lanes import pending
 from outbox.leases.lease import Lease, hold
+from outbox.leases.outcomes import Settled, Settlement
 from outbox.leases.taking import Terms
-from outbox.models import Message
+from outbox.models import Message, State
 
 
 def lease_at_once(chosen: Sequence[int], terms: Terms) -> list[Lease]:
@@ -46,3 +50,27 @@ def _held(rows: Sequence[Message], chosen: Sequence[int], terms: Terms, deadline
         )
         for row in sorted(rows, key=lambda row: place[row.pk])
     ]
+
+
+def deliver_at_once(using: str, settlements: Sequence[Settlement]) -> dict[int, Settled]:
+    """Settle plain deliveries by a single statement where there is one, by their places; the rest needs a look.
+
+    Plain: in no lane, so nobody waits for it; at the first attempt, so there is no Attempt to write; and named once.
+    """
+    named = Counter(each.lease.id for each in settlements)
+    plain = {
+        each.lease.id: (place, each)
+        for place, each in enumerate(settlements)
+        if each.state == State.DELIVERED and each.lease.message.lane is None and each.lease.attempt == 1
+        if named[each.lease.id] == 1
+    }
+    if not plain:
+        return {}
+    rows = [(pk, each.lease.token) for pk, (_, each) in plain.items()]
+    try:
+        done = deliver_unlocked(using, Message._meta.db_table, rows)
+    except DatabaseError as error:
+        if not is_race(connections[using], error):
+            raise
+        return {}
+    return {place: Settled(settlement=each, status="settled") for place, each in map(plain.__getitem__, done)}
