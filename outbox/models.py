@@ -114,9 +114,7 @@ class Message(models.Model):
     topic = ExactCharField(_("topic"), max_length=100)
     handler = ExactCharField(_("handler"), max_length=100)
     route = ExactCharField(_("route"), max_length=120)
-    payload = JsonTextField(_("payload"), null=True)
     payload_version = models.PositiveIntegerField(_("payload version"), default=1)
-    headers = JsonTextField(_("headers"), null=True)
     digest = models.BinaryField(_("digest"), max_length=16)
     ordering_key = ExactCharField(_("ordering key"), max_length=255, null=True)
     staged_at = InstantField(_("staged at"))
@@ -138,8 +136,12 @@ class Message(models.Model):
     reason = ExactCharField(_("reason"), max_length=20, choices=Reason.choices, default="")
     error_type = ExactCharField(_("error type"), max_length=255, default="")
     error_code = ExactCharField(_("error code"), max_length=100, default="")
-    error_text = ExactTextField(_("error"), default="")
     payload_pruned = models.BooleanField(_("payload pruned"), default=False)
+
+    # Last, since SQLite reads a row from its start: what is decided by must not lie behind a megabyte of payload.
+    headers = JsonTextField(_("headers"), null=True)
+    payload = JsonTextField(_("payload"), null=True)
+    error_text = ExactTextField(_("error"), default="")
 
     objects: ClassVar[models.Manager[Any]] = MessageQuerySet.as_manager()
 

@@ -183,4 +183,3 @@ def check_invariants(using="default"):
     found = list(Message.objects.using(using).annotate(clock=ServerNow()).values(*names, "clock"))
     wrong = broken_invariants(found, found[0]["clock"] if found else None)
     assert not wrong, "\n".join([*wrong, *map(str, found)])
-

@@ -15,12 +15,39 @@ ROOT = PACKAGE.parent
 
 # From the bottom up. A module imports its own layer and lower ones, and never in a circle.
 LAYERS = [
-    {"exceptions", "conf", "signals", "retries", "payloads", "database", "fields", "isolation", "texts", "errors", "version", "inserting"},
+    {
+        "exceptions",
+        "conf",
+        "signals",
+        "retries",
+        "payloads",
+        "database",
+        "fields",
+        "isolation",
+        "texts",
+        "errors",
+        "version",
+        "inserting",
+    },
     {"models", "handlers", "registry", "wakeup", "listening"},
     {"lanes", "intents"},
     {"leases", "operations", "retention"},
     {"delivery", "verdicts", "heartbeat", "outages", "registration", "overview"},
-    {"staging", "recording", "durable", "slots", "plans", "solitude", "workers", "settler", "housekeeping", "dispatcher", "supervisor", "checks", "explain"},
+    {
+        "staging",
+        "recording",
+        "durable",
+        "slots",
+        "plans",
+        "solitude",
+        "workers",
+        "settler",
+        "housekeeping",
+        "dispatcher",
+        "supervisor",
+        "checks",
+        "explain",
+    },
     {"apps", "admin", "testing", "pytest_plugin", "management", "logs", "migrations"},
     {""},  # outbox/__init__.py: the public names
 ]

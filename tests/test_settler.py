@@ -35,9 +35,7 @@ def _quickly(monkeypatch):
 def work():
     """The slots and the settler of a process; the settler is stopped at the end, and has settled everything then."""
     handler("job")(lambda message: None)
-    slots = Slots(
-        concurrency=10, handlers=registry.handlers(), batch=100, lease_seconds=60, prefetch=False
-    )
+    slots = Slots(concurrency=10, handlers=registry.handlers(), batch=100, lease_seconds=60, prefetch=False)
     settler = Settler(
         using="default", slots=slots, batch=100, seconds=60, may_continue=lambda lease: True, woke=lambda: None
     )
