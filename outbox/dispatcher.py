@@ -179,7 +179,7 @@ class Dispatcher:
                 claim = self._pass()
                 if self._progress.is_fulfilled(claim, was_empty=was_empty, is_empty=self._slots.is_empty()):
                     return
-                if not claim.leases and not claim.more:
+                if not (claim.leases or claim.more or (claim.lonely and self._slots.is_empty())):
                     self._wait(contended=claim.contended)
             except Exception as error:
                 self._survive(error)
@@ -194,7 +194,7 @@ class Dispatcher:
             self._hungry = True
             return Claim()
         self._settler.forget_due()
-        alone = self._slots.is_empty()
+        alone = self._solitude.is_welcome(empty=self._slots.is_empty())
         claim = self._claimer.claim(want.limit, seconds=self.plan.lease, start=want.start, room=want.room, alone=alone)
         self._worked_at = time.monotonic()
         self._outage.over()

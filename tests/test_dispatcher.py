@@ -969,6 +969,25 @@ def test_a_busy_process_becomes_empty_for_a_message_that_must_run_alone(monkeypa
         wait_until(lambda: settled(suspect, marker))
 
 
+def test_messages_that_must_run_alone_do_not_bring_everything_to_a_stop(log):
+    """However many they are, the others have as much time."""
+
+    def slow(message):
+        log.append("suspect")
+        time.sleep(0.2)
+
+    handler("suspect", ordering="none")(slow)
+    noting(log, ordering="none")
+    for _ in range(12):
+        put_suspect(2)
+    put("job", "healthy", count=30)
+    with dispatching(concurrency=4):
+        wait_until(lambda: log.count("healthy") == 30)
+        assert log.count("suspect") < 6
+        wait_until(lambda: not Message.objects.pending().exists())
+    assert log.count("suspect") == 12
+
+
 def test_a_stuck_handler_does_not_keep_a_message_from_running_alone():
     stuck, alone = Gate(), Gate()
     alone.open.set()
