@@ -77,7 +77,8 @@ def settle(
     for pause in PAUSES:
         if not left:
             break
-        time.sleep(pause)
+        if pause:
+            time.sleep(pause)
         group = _Group(
             using=using,
             settlements=[settlements[place] for place in left],
