@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from django.db import Error, connections, reset_queries
 
@@ -87,7 +87,8 @@ class Heartbeat:
             busy = busy or bool(renewal.busy)
             for lease in part:
                 promise(lease, self.seconds)
-            _tell_lost(part, renewal.lost)
+            for lease in renewal.lost:
+                lease.view.revoke()  # its outcome will be refused, and that is when the loss is told
         self._alone_since = None
         self._outage.over()
         return busy
@@ -110,9 +111,3 @@ class Heartbeat:
 def promise(lease: Lease, seconds: float) -> None:
     """Tell a handler how long its lease of ``seconds`` is safe: to shortly before its end."""
     lease.view.safe_until = lease.deadline - WARN_BEFORE * seconds
-
-
-def _tell_lost(leases: Iterable[Lease], lost: frozenset[int]) -> None:
-    for lease in leases:
-        if lease.id in lost:
-            lease.view.revoke()  # its outcome will be refused, and that is when the loss is told

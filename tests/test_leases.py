@@ -696,7 +696,7 @@ def test_a_settled_lease_is_over(name):
     end(lease, name)
     before = columns(row)
     assert end(lease).status == "lost"
-    assert renew("default", [lease], 600).lost == {row.pk}
+    assert renew("default", [lease], 600).lost == {lease}
     assert charge("default", [lease]) == []
     assert columns(row) == before
 
@@ -752,7 +752,7 @@ def test_a_deleted_row_is_lost_and_nothing_is_recreated():
     gone, other = put("account", "a"), put("account", "b")
     leases = take()
     Message.objects.filter(pk=gone.pk).delete()
-    assert renew("default", leases, 60).lost == {gone.pk}
+    assert [lease.id for lease in renew("default", leases, 60).lost] == [gone.pk]
     assert [each.status for each in settle("default", [verdict(lease, "retry") for lease in leases])] == [
         "lost",
         "settled",
@@ -834,7 +834,7 @@ def test_a_renewal_prolongs_everything_held_with_one_statement_pair():
     deadlines = [lease.deadline for lease in leases]
     with CaptureQueriesContext(connection) as queries:
         renewal = renew("default", leases, 600)
-    assert renewal.renewed == {lease.id for lease in leases}
+    assert renewal.renewed == set(leases)
     assert (renewal.lost, renewal.busy) == (frozenset(), frozenset())
     assert len([each for each in queries if "outbox_message" in each["sql"]]) == 2
     assert all(in_seconds(each) > 500 for each in Message.objects.values_list("due_at", flat=True))
@@ -850,9 +850,9 @@ def test_a_renewed_lease_is_not_taken_over():
 
 
 def test_a_renewal_saves_a_lease_that_ran_out_unclaimed():
-    row = put("mail")
+    put("mail")
     leases = take(seconds=-100)
-    assert renew("default", leases, 60).renewed == {row.pk}
+    assert renew("default", leases, 60).renewed == set(leases)
 
 
 def test_a_renewal_leaves_what_is_not_ours_any_more():
@@ -864,7 +864,7 @@ def test_a_renewal_leaves_what_is_not_ours_any_more():
     Message.objects.filter(pk=parked.pk).update(due_at=None, lease_token=None, holder=None)
     before = [columns(row) for row in (retried, taken, parked)]
     renewal = renew("default", leases, 600)
-    assert renewal.lost == {retried.pk, taken.pk, parked.pk}
+    assert renewal.lost == set(leases)
     assert renewal.renewed == renewal.busy == frozenset()
     assert [columns(row) for row in (retried, taken, parked)] == before
 
@@ -876,7 +876,7 @@ def test_a_renewal_and_a_charge_pass_by_locked_rows(second_connection):
     leases = take(seconds=60, start=0)
     with locked_elsewhere(second_connection, busy):
         renewal = renew("default", leases, 600)
-        assert (renewal.renewed, renewal.busy, renewal.lost) == ({other.pk}, {busy.pk}, frozenset())
+        assert (renewal.renewed, renewal.busy, renewal.lost) == ({leases[1]}, {leases[0]}, frozenset())
         assert [lease.id for lease in charge("default", leases)] == [other.pk]
     assert [lease.id for lease in charge("default", leases[:1])] == [busy.pk]
 
@@ -895,6 +895,19 @@ def test_a_charge_takes_one_attempt_from_the_budget_just_before_the_start():
     assert leases[0].charged
     end(leases[0], "release")
     assert fresh(row).spent == 0
+
+
+def test_of_two_leases_of_one_message_only_the_new_one_is_charged_and_renewed():
+    """A process that was frozen has claimed its own message again: what it still holds of old must not start."""
+    row = put("mail")
+    (old,) = take(seconds=-1, start=0)
+    (new,) = take(start=0)
+    assert charge("default", [old, new]) == [new]
+    assert (fresh(row).spent, old.charged) == (1, False)
+    deadline = old.deadline
+    renewal = renew("default", [new, old], 60)
+    assert (renewal.renewed, renewal.lost, renewal.busy) == ({new}, {old}, frozenset())
+    assert old.deadline == deadline
 
 
 def test_a_charge_is_fenced_for_each_row():
@@ -1060,7 +1073,7 @@ def test_victims_of_deadlocks_are_done_again():
     with victims(at="UPDATE", times=2):
         (lease,) = take(start=0)
     with victims(at="UPDATE", times=2):
-        assert renew("default", [lease], 60).renewed == {row.pk}
+        assert renew("default", [lease], 60).renewed == {lease}
     with victims(at="UPDATE", times=2):
         assert charge("default", [lease]) == [lease]
     with victims(at="INSERT", times=2):
@@ -1206,7 +1219,7 @@ def test_the_whole_path_works_on_a_repeatable_read_connection():
 @pytest.mark.usefixtures("repeatable_read")
 def test_a_session_that_is_gone_at_the_begin_of_a_transaction_leaves_nothing_open():
     """Scenario 43: on PostgreSQL setting the level is the first thing that the server hears of a transaction."""
-    row = put("mail")
+    put("mail")
     (lease,) = take()
     renew("default", [lease], 60)
     rows.at_once(cut_sessions)
@@ -1214,7 +1227,7 @@ def test_a_session_that_is_gone_at_the_begin_of_a_transaction_leaves_nothing_ope
         renew("default", [lease], 60)
     assert not connection.in_atomic_block
     close_quietly("default")
-    assert renew("default", [lease], 60).renewed == {row.pk}
+    assert renew("default", [lease], 60).renewed == {lease}
 
 
 def test_no_transaction_is_open_after_a_claim_or_a_settlement():

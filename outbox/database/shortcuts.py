@@ -10,8 +10,10 @@ from django.db import connections, models
 from outbox.database.clock import now_sql
 
 
-def increment_unlocked(using: str, table: str, column: str, rows: Sequence[tuple[int, int, int]]) -> set[int]:
-    """Add one to a column of rows given as (id, lease token, present value); returns the ids of those it changed.
+def increment_unlocked(
+    using: str, table: str, column: str, rows: Sequence[tuple[int, int, int]]
+) -> set[tuple[int, int]]:
+    """Add one to a column of rows given as (id, lease token, present value); returns (id, token) of those it changed.
 
     Rows that carry another token or value, or that somebody has locked, are left alone: the caller must look at them.
     One round trip, instead of the four of a transaction that locks first. Does nothing on other databases.
@@ -29,10 +31,10 @@ def increment_unlocked(using: str, table: str, column: str, rows: Sequence[tuple
     ids, tokens, values = (list(part) for part in zip(*rows, strict=True))
     with connection.cursor() as cursor:
         cursor.execute(
-            f"UPDATE {name} SET {column} = {column} + 1 WHERE id = ANY(ARRAY({found})) RETURNING id",
+            f"UPDATE {name} SET {column} = {column} + 1 WHERE id = ANY(ARRAY({found})) RETURNING id, lease_token",
             [ids, tokens, values, ids],
         )
-        return {pk for (pk,) in cursor.fetchall()}
+        return set(cursor.fetchall())
 
 
 def deliver_unlocked(using: str, table: str, rows: Sequence[tuple[int, int]]) -> set[int]:

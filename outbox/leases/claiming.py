@@ -196,6 +196,6 @@ class Claimer:
     def _adopt(self, seconds: float) -> Claim:
         """Leases of a claim whose COMMIT was sent but never answered: rows that carry its token are ours."""
         renewal = renew(self.using, self._doubtful, seconds)
-        adopted = [lease for lease in self._doubtful if lease.id in renewal.renewed]
-        self._doubtful = [lease for lease in self._doubtful if lease.id in renewal.busy]
+        adopted = [lease for lease in self._doubtful if lease in renewal.renewed]
+        self._doubtful = [lease for lease in self._doubtful if lease in renewal.busy]
         return Claim(leases=adopted, more=True)

@@ -17,11 +17,14 @@ from outbox.models import Message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renewal:
-    """Ids by what became of their leases; ``busy`` rows were locked by somebody: try again soon."""
+    """What became of leases; the rows of ``busy`` ones were locked by somebody: try again soon.
 
-    renewed: frozenset[int]
-    lost: frozenset[int]
-    busy: frozenset[int]
+    Leases, not ids: a process that was frozen may have claimed a message anew while it still holds the old lease.
+    """
+
+    renewed: frozenset[Lease]
+    lost: frozenset[Lease]
+    busy: frozenset[Lease]
 
 
 def renew(using: str, leases: Sequence[Lease], seconds: float) -> Renewal:
@@ -31,22 +34,17 @@ def renew(using: str, leases: Sequence[Lease], seconds: float) -> Renewal:
     started = time.monotonic()
     micros = int(seconds * 1_000_000)
 
-    def work() -> set[int]:
-        held = set(_held(using, leases))
-        _update(using, [lease for lease in leases if lease.id in held], due_at=ServerNow() + micros)
-        return held
+    def work() -> frozenset[Lease]:
+        held = _held(using, leases)
+        _update(using, list(held), due_at=ServerNow() + micros)
+        return frozenset(held)
 
     held = again(using, work)
-    for lease in leases:
-        if lease.id in held:
-            lease.deadline = started + seconds
-    rest = [lease for lease in leases if lease.id not in held]
+    for lease in held:
+        lease.deadline = started + seconds
+    rest = [lease for lease in leases if lease not in held]
     busy = _still_ours(using, rest)
-    return Renewal(
-        renewed=frozenset(held),
-        busy=frozenset(busy),
-        lost=frozenset(lease.id for lease in rest if lease.id not in busy),
-    )
+    return Renewal(renewed=held, busy=busy, lost=frozenset(rest) - busy)
 
 
 def charge(using: str, leases: Sequence[Lease]) -> list[Lease]:
@@ -58,40 +56,41 @@ def charge(using: str, leases: Sequence[Lease]) -> list[Lease]:
     if not leases:
         return []
     held = _charge_at_once(using, leases)
-    rest = [lease for lease in leases if lease.id not in held]
+    rest = [lease for lease in leases if lease not in held]
 
-    def work() -> set[int]:
+    def work() -> set[Lease]:
         ours = _held(using, rest)
-        due = [lease for lease in rest if ours.get(lease.id) == lease.message.spent]
+        due = [lease for lease, spent in ours.items() if spent == lease.message.spent]
         _update(using, due, spent=F("spent") + 1)
         return set(ours)
 
     held |= again(using, work) if rest else set()
-    charged = [lease for lease in leases if lease.id in held]
+    charged = [lease for lease in leases if lease in held]
     for lease in charged:
         lease.charged = True
         lease.message.spent += 1
     return charged
 
 
-def _charge_at_once(using: str, leases: Sequence[Lease]) -> set[int]:
-    """Charge by a single statement where there is one; returns the ids of what it charged, the rest needs a look."""
+def _charge_at_once(using: str, leases: Sequence[Lease]) -> set[Lease]:
+    """Charge by a single statement where there is one; returns what it charged, the rest needs a look."""
     if connections[using].in_atomic_block:
         return set()  # a statement that fails would spoil the transaction that is open
     rows = [(lease.id, lease.token, lease.message.spent) for lease in leases]
     try:
-        return increment_unlocked(using, Message._meta.db_table, "spent", rows)
+        done = increment_unlocked(using, Message._meta.db_table, "spent", rows)
     except DatabaseError as error:
         if not is_race(connections[using], error):
             raise
         return set()
+    return {lease for lease in leases if (lease.id, lease.token) in done}
 
 
-def _held(using: str, leases: Sequence[Lease]) -> dict[int, int]:
-    """Of the rows that are still ours and that we could lock: what each has spent."""
-    tokens = {lease.id: lease.token for lease in leases}
-    rows = locked(pending(using, tokens).order_by("pk"))
-    return {pk: spent for pk, token, spent in rows.values_list("pk", "lease_token", "spent") if token == tokens[pk]}
+def _held(using: str, leases: Sequence[Lease]) -> dict[Lease, int]:
+    """The leases that still stand and whose rows we could lock, with what each row has spent."""
+    rows = locked(pending(using, {lease.id for lease in leases}).order_by("pk"))
+    spent = {(pk, token): spent for pk, token, spent in rows.values_list("pk", "lease_token", "spent")}
+    return {lease: spent[lease.id, lease.token] for lease in leases if (lease.id, lease.token) in spent}
 
 
 def _update(using: str, leases: Sequence[Lease], **values: object) -> None:
@@ -100,8 +99,9 @@ def _update(using: str, leases: Sequence[Lease], **values: object) -> None:
         Message.objects.using(using).filter(mine).update(**values)
 
 
-def _still_ours(using: str, leases: Sequence[Lease]) -> set[int]:
+def _still_ours(using: str, leases: Sequence[Lease]) -> frozenset[Lease]:
     if not leases:
-        return set()
+        return frozenset()
     mine = fence((lease.id, lease.token) for lease in leases)
-    return set(Message.objects.using(using).filter(mine).values_list("pk", flat=True))
+    rows = set(Message.objects.using(using).filter(mine).values_list("pk", "lease_token"))
+    return frozenset(lease for lease in leases if (lease.id, lease.token) in rows)
