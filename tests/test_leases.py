@@ -701,6 +701,20 @@ def test_a_settled_lease_is_over(name):
     assert columns(row) == before
 
 
+@pytest.mark.parametrize("key", ["a", None])
+def test_the_state_is_part_of_the_fence(key):
+    """Somebody buried it by hand, and left the token."""
+    row = put("account", key)
+    leases = take(start=0)
+    Message.objects.filter(pk=row.pk).update(state=State.DEAD)
+    before = columns(row)
+    assert renew("default", leases, 600).lost == {row.pk}
+    assert charge("default", leases) == []
+    for name in ("delivered", "retry"):
+        assert end(leases[0], name).status == "lost"
+    assert columns(row) == before
+
+
 def test_the_first_of_two_settlements_in_one_group_stands():
     row = put("mail")
     (lease,) = take()
