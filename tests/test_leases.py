@@ -708,7 +708,7 @@ def test_the_state_is_part_of_the_fence(key):
     leases = take(start=0)
     Message.objects.filter(pk=row.pk).update(state=State.DEAD)
     before = columns(row)
-    assert renew("default", leases, 600).lost == {row.pk}
+    assert renew("default", leases, 600).lost == {*leases}
     assert charge("default", leases) == []
     for name in ("delivered", "retry"):
         assert end(leases[0], name).status == "lost"
