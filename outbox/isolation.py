@@ -88,7 +88,7 @@ def _as_before(connection: Any, mark: Bookmark | None) -> bool:
         return False
     try:
         if not has_open_transaction(connection):
-            connection.close_if_unusable_or_obsolete()
+            _close_if_unusable(connection)
             return True
     except Error:
         pass  # it cannot even be asked
@@ -97,9 +97,29 @@ def _as_before(connection: Any, mark: Bookmark | None) -> bool:
     with suppress(Error):  # closing would roll back, too, but a database in memory is never closed
         connection.rollback()
         connection.set_autocommit(True)
+    _end_pooled(connection)
     with suppress(Error):  # a connection that cannot be closed is gone already
         connection.close()
     return False
+
+
+def _close_if_unusable(connection: Any) -> None:
+    """Close what statements failed on and what answers no more; whether it is too old is asked by others, later.
+
+    An old connection would go back to its pool, and take along what the handler has set in its session.
+    """
+    if connection.errors_occurred and connection.connection is not None:
+        if connection.is_usable():
+            connection.errors_occurred = False
+        else:
+            connection.close()
+
+
+def _end_pooled(connection: Any) -> None:
+    """End the session of a pooled connection: the pool would hand it on as a handler has left it."""
+    if getattr(connection, "pool", None) is not None and connection.connection is not None:
+        with suppress(Exception):
+            connection.connection.close()
 
 
 def _back_to(connection: Any, mark: Bookmark, savepoint: str) -> bool:
@@ -145,7 +165,5 @@ class SessionWatch:
         """Drop the connections whose sessions were changed, and those that were used and cost nothing."""
         while self._changed:
             alias = self._changed.pop()
-            if getattr(connections[alias], "pool", None) is not None:
-                with suppress(Exception):  # a pool hands a session on as it is, unless it is closed
-                    connections[alias].connection.close()
+            _end_pooled(connections[alias])
             close_quietly(alias)

@@ -1,10 +1,10 @@
 """Whatever a handler does to its thread's connections is undone, and the next statement works."""
 
 import pytest
-from django.db import IntegrityError, connection, connections, transaction
+from django.db import IntegrityError, close_old_connections, connection, connections, transaction
 from django.db.transaction import TransactionManagementError
 
-from outbox.isolation import bookmark, restore
+from outbox.isolation import SessionWatch, bookmark, restore
 from tests.testapp.models import Order
 
 in_autocommit = pytest.mark.django_db(transaction=True)
@@ -107,25 +107,59 @@ def test_every_database_is_looked_after():
     assert not Order.objects.using("other").exists()
 
 
-@in_autocommit
-@pytest.mark.skipif(connection.vendor != "postgresql", reason="Django pools connections of PostgreSQL only")
-def test_a_pool_gets_its_connection_back(monkeypatch):
+@pytest.fixture
+def pooled(monkeypatch):
+    """A connection out of a pool of one."""
+    if connection.vendor != "postgresql":
+        pytest.skip("Django pools connections of PostgreSQL only")
     pytest.importorskip("psycopg_pool")
     pooled = connections["default"].copy("pooled")
     pooled.settings_dict["CONN_MAX_AGE"] = 0
-    pooled.settings_dict["OPTIONS"]["pool"] = {"min_size": 1, "max_size": 1, "timeout": 1}
+    pooled.settings_dict["OPTIONS"]["pool"] = {"min_size": 1, "max_size": 1, "timeout": 5}
     connections["pooled"] = pooled
-    monkeypatch.setattr(connections, "all", lambda initialized_only: [pooled])
-    try:
-        marks = bookmark()
+    monkeypatch.setattr(connections, "all", lambda initialized_only=False: [pooled])
+    yield pooled
+    pooled.close()
+    pooled.close_pool()
+    del connections["pooled"]
+
+
+@in_autocommit
+def test_a_pool_gets_its_connection_back(pooled):
+    marks = bookmark()
+    transaction.atomic(using="pooled").__enter__()
+    Order.objects.using("pooled").create(reference="leaked")
+    assert restore(marks) == {"pooled"}
+    assert not Order.objects.using("pooled").exists()
+
+
+@in_autocommit
+@pytest.mark.parametrize("leaks", [False, True])
+def test_a_pool_hands_on_no_session_that_a_handler_has_changed(pooled, leaks):
+    sessions = SessionWatch()
+    marks = bookmark()
+    with pooled.cursor() as cursor:
+        cursor.execute("SET search_path TO nowhere")
+    if leaks:
         transaction.atomic(using="pooled").__enter__()
-        Order.objects.using("pooled").create(reference="leaked")
-        assert restore(marks) == {"pooled"}
-        assert not Order.objects.using("pooled").exists()
-    finally:
-        pooled.close()
-        pooled.close_pool()
-        del connections["pooled"]
+        with pooled.cursor() as cursor:
+            cursor.execute("SELECT 1")
+    restore(marks)
+    sessions.renew()
+    close_old_connections()
+    with pooled.cursor() as cursor:
+        cursor.execute("SHOW search_path")
+        assert cursor.fetchone()[0] != "nowhere"
+
+
+@in_autocommit
+def test_a_connection_is_not_closed_for_its_age(monkeypatch):
+    """The caller of an immediate delivery goes on in its session, with all it has set there."""
+    connection.ensure_connection()
+    session = connection.connection
+    monkeypatch.setattr(connections["default"], "close_at", 0.0)
+    restore(bookmark())
+    assert connection.connection is session
 
 
 @in_test_case
