@@ -494,6 +494,15 @@ def test_a_repeat_offender_runs_alone():
     assert [lease.id for lease in idle.leases] == [crashing.pk]
 
 
+def test_many_repeat_offenders_do_not_hide_the_others():
+    """They were due first, and they wait until this process holds nothing; it may be busy for ever."""
+    for _ in range(90):
+        put("mail", lapses=2, attempt=2, spent=1, due_at=rows.ago(600))
+    healthy = put("mail")
+    claim = claimer().claim(1, seconds=60, alone=False)
+    assert [lease.id for lease in claim.leases] == [healthy.pk]
+
+
 @pytest.mark.parametrize("name", sorted(VERDICTS))
 def test_any_settlement_ends_the_count_of_lapses(name):
     row = put("mail")

@@ -14,10 +14,12 @@ from outbox.database import again, is_loss, is_race
 from outbox.handlers import Handler, registry
 from outbox.leases.holding import renew
 from outbox.leases.lease import Lease, draw_token
-from outbox.leases.looking import MOST_OBSTACLES, MOST_SPARE, Obstacles, choose, read
+from outbox.leases.looking import MOST_HIDING, MOST_SPARE, Obstacles, choose, read
 from outbox.leases.shortcut import lease_at_once, leased_unanswered
 from outbox.leases.taking import Taken, Terms, take
 from outbox.signals import Event, send
+
+LOOKS = 5  # at other rows, in one claim, when those that were seen cannot be had
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,6 +71,7 @@ class Claimer:
         self._order = list(self.routes)
         self._rows = Obstacles()
         self._lanes = Obstacles()
+        self._hiding = 0
         self._doubtful: list[Lease] = []
         self._unanswered: tuple[Sequence[int], Terms] | None = None
 
@@ -92,9 +95,11 @@ class Claimer:
         if self._doubtful:
             return self._adopt(seconds)
         terms = self._terms(limit, seconds=seconds, start=start, room=room)
-        claim = self._claim(terms, alone=alone)
-        if claim.contended and not (claim.leases or claim.events):  # what was locked is known now, and left alone
+        for _ in range(LOOKS):
+            hiding = self._hiding
             claim = self._claim(terms, alone=alone)
+            if claim.leases or claim.events or self._hiding <= hiding:
+                break  # else rows that cannot be had are known now: try others, and look further
         return claim
 
     def claim_only(self, ids: Collection[int], *, seconds: float) -> list[Lease]:
@@ -120,8 +125,8 @@ class Claimer:
         if not names or terms.limit <= 0:
             return Claim()
         terms.lasting = self._lanes.lasting()
-        spare = min(len(self._rows), MOST_SPARE)
-        candidates, full = read(self.using, names, terms.limit + min(len(self._rows), MOST_OBSTACLES))
+        spare = min(self._hiding, MOST_SPARE)
+        candidates, full = read(self.using, names, terms.limit + 2 * min(self._hiding, MOST_HIDING))
         choice = choose(
             candidates,
             self.routes,
@@ -132,11 +137,13 @@ class Claimer:
             rows=self._rows.in_the_way(),
             lanes=self._lanes.in_the_way() - terms.lasting,
         )
+        self._hiding = choice.hiding
         if not choice.ids:
-            return Claim(lonely=choice.lonely, contended=choice.avoided)
+            return Claim(lonely=choice.lonely, contended=bool(choice.avoided))
         if choice.solo:
             terms.solo, terms.limit, terms.start = True, 1, 1
         taken = self._take_at_once(choice.ids, terms) if choice.plain and not spare else self._take(choice.ids, terms)
+        self._hiding += len(taken.missed)
         served = {lease.handler.name for lease in taken.leases}
         self._order.sort(key=lambda route: self.routes[route].name in served)  # who was served comes last next time
         progress = bool(taken.leases or taken.events or taken.parked)

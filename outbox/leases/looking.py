@@ -20,7 +20,7 @@ LONGEST_ALONE = 1.0
 MOST_SPARE = 50  # rows beyond the limit that a claim tries for when it meets locked ones
 PATIENCE = 0.5  # seconds that a locked lane may fill the looks before its knocks are snoozed
 FORGET = 5.0  # seconds after which an obstacle that was not met again is forgotten
-MOST_OBSTACLES = 1000  # locked rows that a look reads past at most
+MOST_HIDING = 1000  # rows that cannot be had and that a look reads past, at most
 _TABLE = Message._meta.db_table
 
 
@@ -40,9 +40,6 @@ class Obstacles:
 
     _since: dict[int, float] = field(default_factory=dict)
     _until: dict[int, float] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self._until)
 
     def meet(self, met: Iterable[int], *, tried: Iterable[int]) -> None:
         """Note which of those that were tried are locked now; the others are free again."""
@@ -90,7 +87,8 @@ class Choice:
     """Which rows to lock. ``solo``: the only one, because it must run alone; ``lonely``: such a one was left out.
 
     ``plain``: none is in a lane, and no lease of them ever lapsed, by all we know. ``rest``: there are others that
-    could have been chosen; ``avoided``: some are locked by somebody, by all we know.
+    could have been chosen; ``avoided``: so many are locked by somebody, by all we know; ``hiding``: so many rows that
+    cannot be had now may hide others from the look.
     """
 
     ids: list[int]
@@ -98,7 +96,8 @@ class Choice:
     plain: bool = False
     lonely: bool = False
     rest: bool = False
-    avoided: bool = False
+    avoided: int = 0
+    hiding: int = 0
 
 
 def choose(
@@ -117,10 +116,10 @@ def choose(
     ``order``: the routes, the one whose turn it is first. ``rows`` and ``lanes`` are the obstacles to avoid.
     """
     free = [row for row in candidates if row.id not in rows and row.lane not in lanes]
-    avoided = len(free) < len(candidates)
+    avoided = len(candidates) - len(free)
     lonely = [row for row in free if row.lapses >= ALONE_FROM]
     if lonely and alone:
-        return Choice(ids=[lonely[0].id], solo=True, rest=len(free) > 1, avoided=avoided)
+        return Choice(ids=[lonely[0].id], solo=True, rest=len(free) > 1, avoided=avoided, hiding=avoided)
     queues: dict[str, list[Candidate]] = {routes[route].name: [] for route in order}
     for row in free:
         if row.lapses < ALONE_FROM:
@@ -134,7 +133,8 @@ def choose(
                 left -= 1
     rest = len(chosen) + len(lonely) < len(free)
     plain = not any(row.lane is not None or row.lapses for row in free)
-    return Choice(ids=chosen, plain=plain, lonely=bool(lonely), rest=rest, avoided=avoided)
+    hiding = avoided + len(lonely)
+    return Choice(ids=chosen, plain=plain, lonely=bool(lonely), rest=rest, avoided=avoided, hiding=hiding)
 
 
 def _units(queues: Mapping[str, Sequence[Candidate]]) -> dict[str, list[list[int]]]:
