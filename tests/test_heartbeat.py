@@ -188,6 +188,29 @@ def test_the_report_goes_on_after_an_outage(beating):
     wait_until(lambda: len(reports) >= 3)
 
 
+def test_all_threads_of_a_process_tell_of_an_outage_once(caplog):
+    """Scenario 30: one warning per outage, whoever notices it first."""
+    lost = OperationalError("server closed the connection unexpectedly")
+    one, other = outages.Outage("default", "One"), outages.Outage("default", "Other")
+    with caplog.at_level(logging.INFO, "outbox"):
+        for _ in range(3):
+            one.note(lost)
+            other.note(lost)
+        one.over()
+        other.over()
+        one.over()
+    told = [(record.levelname, record.getMessage().split(":")[0]) for record in caplog.records]
+    assert told == [("WARNING", "One"), ("INFO", "One"), ("INFO", "Other")]
+
+
+def test_pauses_grow_and_end_at_a_few_seconds():
+    """Scenario 31: no busy loop, and work resumes within seconds."""
+    outage = outages.Outage("default", "One")
+    pauses = [outage.note(OperationalError("connection refused")) for _ in range(40)]
+    assert 0 < pauses[0] <= outages.FIRST_PAUSE
+    assert outages.LONGEST_PAUSE / 2 <= pauses[-1] <= outages.LONGEST_PAUSE
+
+
 # --- the whole table is locked ----------------------------------------------------------------------------------------
 
 
