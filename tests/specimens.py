@@ -4,7 +4,10 @@ What a place is called and which rows may lie together in a lane stands in `outb
 on it.
 """
 
+from contextlib import contextmanager
+
 import pytest
+from django.db import OperationalError, connection
 
 from outbox.database import ServerNow
 from outbox.errors import ErrorRecord
@@ -109,6 +112,71 @@ def end(lease, name="delivered", **options):
 def hand_over(lease):
     """For `settle`: the lane may go on here."""
     return True
+
+
+# --- others -----------------------------------------------------------------------------------------------------------
+
+rows_can_be_locked = pytest.mark.skipif(
+    connection.vendor == "sqlite", reason="SQLite has one writer and no row locks: there is nothing to wait for"
+)
+
+
+@contextmanager
+def locked_elsewhere(second_connection, *messages):
+    """Somebody else's open transaction that has locked these rows."""
+    other = second_connection()
+    other.set_autocommit(False)
+    with other.cursor() as cursor:
+        for row in messages:  # one by one: MariaDB may lock more than it returns
+            cursor.execute("SELECT * FROM outbox_message WHERE id = %s FOR UPDATE", [row.pk])
+    try:
+        yield
+    finally:
+        other.rollback()
+
+
+@contextmanager
+def heard(signal):
+    """The events that a signal sends meanwhile."""
+    events = []
+
+    def receive(sender, event, **_):
+        events.append(event)
+
+    signal.connect(receive)
+    try:
+        yield events
+    finally:
+        signal.disconnect(receive)
+
+
+@contextmanager
+def reply_lost(*, times=1):
+    """COMMIT takes place, or a change outside of transactions, but its answer never arrives."""
+    commit, left = connection.commit, [times]
+
+    def die():
+        if left[0]:
+            left[0] -= 1
+            connection.close()
+            raise OperationalError("server closed the connection unexpectedly")
+
+    def commit_and_die():
+        commit()
+        die()
+
+    def change_and_die(execute, sql, params, many, context):
+        result = execute(sql, params, many, context)
+        if sql.startswith("UPDATE") and not connection.in_atomic_block:
+            die()
+        return result
+
+    connection.commit = commit_and_die
+    try:
+        with connection.execute_wrapper(change_and_die):
+            yield
+    finally:
+        del connection.commit
 
 
 # --- invariants -------------------------------------------------------------------------------------------------------

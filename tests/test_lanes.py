@@ -24,15 +24,16 @@ from tests.specimens import (
     hand_over,
     in_seconds,
     lapse,
+    locked_elsewhere,
     place,
     put,
+    rows_can_be_locked,
     specimens,
     take,
     take_one,
     verdict,
 )
 from tests.stepping import Actor
-from tests.test_leases import locked_elsewhere, rows_can_be_locked
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("specimens")]
