@@ -12,6 +12,7 @@ from outbox.handlers import handler
 from outbox.leases import announce, charge, claim, draw_token, renew, settle
 from outbox.models import Attempt, Message, Reason, State
 from outbox.operations import discard, make_due, requeue
+from outbox.retries import RetryPolicy
 from tests import rows
 from tests.specimens import (
     BACKOFF,
@@ -352,6 +353,31 @@ def test_a_settlement_may_name_the_moment_of_the_next_attempt():
     until = rows.ahead(1234)
     settled = settle("default", [verdict(take()[0], "snooze", until=until)])[0]
     assert fresh(row).due_at == settled.due_at == until
+
+
+@pytest.mark.parametrize("wait", [2.0**38, 2.0**1023, float("inf")])
+def test_an_absurd_wait_is_bounded_and_spoils_no_other_settlement(wait):
+    """Scenario 44."""
+    absurd, other = put("mail"), put("mail")
+    leases = take()
+    results = settle("default", [verdict(leases[0], "retry", wait=wait), verdict(leases[1])])
+    assert [each.status for each in results] == ["settled", "settled"]
+    assert 10**9 < in_seconds(fresh(absurd).due_at) < 10**10
+    assert fresh(other).state == State.DELIVERED
+
+
+@pytest.mark.parametrize("attempt", [39, 47, 1024, 4999])
+def test_a_large_attempt_number_is_like_any_other(specimens, attempt):
+    """Scenario 44: the backoff of a crash is computed by the policy, which never overflows."""
+    policy = RetryPolicy(max_attempts=5000, base=1, factor=2, cap=3600)
+    handler("patient", ordering="none", retry=policy)(print)
+    row = put("patient", attempt=attempt, spent=attempt, lapses=1, lease_token=5)
+    assert take() == []
+    assert 0 <= in_seconds(fresh(row).due_at) + 5 <= 3610
+    lapse(row)
+    (lease,) = take()
+    assert (lease.attempt, fresh(row).spent) == (attempt + 1, attempt + 1)
+    assert end(lease, "retry").status == "settled"
 
 
 def test_dead_heads_keep_their_lane_only_where_they_block():

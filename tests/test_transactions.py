@@ -261,6 +261,38 @@ def test_a_transaction_that_is_stale_is_done_again_but_not_for_ever():
     assert len(tries) > 3
 
 
+@contextmanager
+def changes_that_match_nothing():
+    """As if the rows had changed under their locks."""
+
+    def wrapper(execute, sql, params, many, context):
+        if sql.startswith("UPDATE"):
+            sql = sql.replace("WHERE", "WHERE 1 = 0 AND", 1)
+        return execute(sql, params, many, context)
+
+    with connection.execute_wrapper(wrapper):
+        yield
+
+
+@pytest.mark.parametrize("name", ["delivered", "retry"])
+def test_an_outcome_that_matched_no_row_is_never_called_settled(name):
+    row = put("account", "a")
+    (lease,) = take()
+    before = columns(row)
+    with changes_that_match_nothing(), pytest.raises(Stale):
+        end(lease, name)
+    assert columns(row) == before
+    assert not Attempt.objects.exists()
+    assert end(lease, name).status == "settled"
+
+
+def test_a_lease_that_matched_no_row_is_never_granted():
+    row = put("account", "a")
+    with changes_that_match_nothing(), pytest.raises(Stale):
+        take()
+    assert [lease.id for lease in take()] == [row.pk]
+
+
 # --- transactions -----------------------------------------------------------------------------------------------------
 
 
@@ -288,17 +320,22 @@ def test_inside_an_open_transaction_nothing_is_set():
     assert not [sql for sql in statements(queries) if sql.upper().startswith("SET")]
 
 
-@pytest.fixture
-def repeatable_read():
+@pytest.fixture(params=["session", "settings"])
+def repeatable_read(request):
     """A connection on which transactions are REPEATABLE READ unless they say otherwise."""
+    options = connection.settings_dict["OPTIONS"]
     connection.close()
+    if request.param == "settings":
+        options["isolation_level"] = {"postgresql": 3, "mysql": "repeatable read"}[connection.vendor]
     connection.ensure_connection()
-    with connection.cursor() as cursor:
-        if connection.vendor == "postgresql":
-            cursor.execute("SET default_transaction_isolation TO 'repeatable read'")
-        else:
-            cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+    if request.param == "session":
+        with connection.cursor() as cursor:
+            if connection.vendor == "postgresql":
+                cursor.execute("SET default_transaction_isolation TO 'repeatable read'")
+            else:
+                cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")
     yield
+    options.pop("isolation_level", None)
     connection.close()
 
 

@@ -21,6 +21,7 @@ from outbox.models import Message, State
 
 LONGEST_RUN = 20  # messages of one lane handed over in a row
 LONGEST_RUN_SECONDS = 5.0  # then other processes get their chance
+LONGEST_WAIT = 100 * 365 * 86_400.0  # seconds: no verdict, however absurd, may exceed what a datetime can hold
 PAUSES = (0.0, 0.002, 0.01, 0.03)  # before each try: a claim that looks at a lane is gone in a moment
 
 
@@ -184,7 +185,7 @@ def _closing(settlement: Settlement, row: _Row) -> Closing:
         outcome=settlement.outcome,
         stays=settlement.stays,
         reason=settlement.reason,
-        due_at=settlement.until or row.clock + timedelta(seconds=settlement.wait),
+        due_at=settlement.until or row.clock + timedelta(seconds=min(settlement.wait, LONGEST_WAIT)),
         spent=row.spent - int(refund),
         error=settlement.error,
         started_at=None if duration is None else row.clock - timedelta(seconds=duration),
