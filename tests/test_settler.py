@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from django.db import DataError, IntegrityError, OperationalError, connection, transaction
+from django.db.backends.signals import connection_created
 
 from outbox import handler, outages
 from outbox import settler as settler_module
@@ -246,6 +247,39 @@ def test_a_database_that_is_locked_for_long_loses_nothing(work, monkeypatch, cap
 
     monkeypatch.setattr(settler_module, "settle", locked)
     run(settler, [(lease, None) for lease in leases])
+    wait_until(slots.is_empty)
+    assert settler.counts == {"delivered": 2}
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@servers_only
+def test_a_statement_that_ran_out_of_time_is_done_again(work, second_connection, monkeypatch, caplog):
+    """Where a role has a statement timeout, a table that a migration keeps locked loses nothing either."""
+    slots, settler = work
+    leases = hold(slots, 2)
+    begin, limit, lock = {
+        "postgresql": ("BEGIN", "SET statement_timeout TO '50ms'", "LOCK TABLE {} IN ACCESS EXCLUSIVE MODE"),
+        "mysql": ("SET autocommit = 1", "SET SESSION max_statement_time = 0.05", "LOCK TABLES {} WRITE"),
+    }[connection.vendor]
+    tries = []
+    real = settler_module.settle
+    monkeypatch.setattr(settler_module, "settle", lambda *args, **options: tries.append(1) or real(*args, **options))
+
+    def hurry(connection, **_):
+        with connection.cursor() as cursor:
+            cursor.execute(limit)
+
+    migration = second_connection()
+    with migration.cursor() as cursor:
+        cursor.execute(begin)
+        cursor.execute(lock.format(Message._meta.db_table))
+    connection_created.connect(hurry)
+    try:
+        run(settler, [(lease, None) for lease in leases])
+        wait_until(lambda: len(tries) > 3)
+    finally:
+        connection_created.disconnect(hurry)
+        migration.close()
     wait_until(slots.is_empty)
     assert settler.counts == {"delivered": 2}
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -19,8 +19,10 @@ def code_of(error: BaseException) -> int | str | None:
 
 
 RACES: dict[str, set[int | str]] = {
-    "postgresql": {"40001", "40P01", "55P03", "23505"},  # serialization, deadlock, lock timeout, unique (holder)
-    "mysql": {1205, 1213, 1062, 1020},  # lock wait timeout, deadlock, duplicate (holder), record changed
+    # serialization, deadlock, lock timeout, statement timeout or cancelled by a person, unique (holder)
+    "postgresql": {"40001", "40P01", "55P03", "57014", "23505"},
+    # lock wait timeout, deadlock, duplicate (holder), record changed, cancelled by a person, statement timeout
+    "mysql": {1205, 1213, 1062, 1020, 1317, 1969, 3024},
     "sqlite": {5, 6, 19},  # busy, locked, constraint (holder)
 }
 LOSSES: dict[str, set[int | str]] = {
@@ -31,7 +33,7 @@ LOSSES: dict[str, set[int | str]] = {
 
 
 def is_race(connection: Any, error: BaseException) -> bool:
-    """Whether the statement was refused only because of somebody else's transaction."""
+    """Whether the statement was refused only because of what others did meanwhile: it may succeed when done again."""
     return code_of(error) in RACES.get(connection.vendor, set())
 
 
