@@ -390,10 +390,11 @@ def test_dead_heads_keep_their_lane_only_where_they_block():
 
 @pytest.mark.parametrize("name", [name for name, each in VERDICTS.items() if each.get("refund")])
 def test_only_what_was_charged_is_refunded(name):
-    rows_ = [put("mail") for _ in range(2)]
+    messages = [put("mail", attempt=1, spent=1) for _ in range(2)]
     charged, queued = take(2, start=1)
+    assert [fresh(row).spent for row in messages] == [2, 1]
     settle("default", [verdict(charged, name), verdict(queued, name)])
-    assert [(fresh(row).attempt, fresh(row).spent) for row in rows_] == [(1, 0), (1, 0)]
+    assert [(fresh(row).attempt, fresh(row).spent) for row in messages] == [(2, 1), (2, 1)]
 
 
 def test_the_budget_is_never_negative():
