@@ -12,7 +12,6 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 from django.db import Error, reset_queries
@@ -23,7 +22,7 @@ from outbox.housekeeping import Housekeeping
 from outbox.leases import Claim, Claimer, Lease, Settled, Settlement, charge
 from outbox.models import Outcome
 from outbox.outages import Outage
-from outbox.plans import NOTHING, Plan, Progress
+from outbox.plans import NOTHING, Plan, Progress, closed
 from outbox.registration import REPORT_EVERY, Registration, worker_name
 from outbox.settler import Settler
 from outbox.slots import Slots, Want
@@ -201,7 +200,7 @@ class Dispatcher:
         self._progress.note(claim)
         self._slots.add(claim.leases)
         self._solitude.note(claim)
-        self._closed.update(_closed(claim))
+        self._closed.update(closed(claim))
         self._hungry = claim.more or claim.lonely or len(claim.leases) >= want.limit
         self._start_queued()
         return claim
@@ -290,12 +289,3 @@ class Dispatcher:
             elif in_lane:
                 outcome = timed_out(lease)
                 self._settler.put(lease, replace(outcome, wait=max(rest, outcome.wait)))
-
-
-def _closed(claim: Claim) -> Iterator[str]:
-    """What a claim itself has settled: messages that expired, or crashed too often."""
-    for _, event in claim.events:
-        if event.outcome == Outcome.DISCARDED:
-            yield "discarded"
-        elif event.died:
-            yield "dead"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from outbox.handlers import Handler
 from outbox.leases import Claim
+from outbox.models import Outcome
 from outbox.slots import Want
 
 CONTENDED_LOOKS = 40  # without progress, until --drain leaves rows to those who have locked them
@@ -76,3 +77,12 @@ class Progress:
         if self.plan.mode != "drain" or claim.leases or claim.more or claim.lonely:
             return False
         return was_empty and (not claim.contended or self._misses >= CONTENDED_LOOKS)
+
+
+def closed(claim: Claim) -> Iterator[str]:
+    """What a claim itself has settled: messages that expired, or crashed too often."""
+    for _, event in claim.events:
+        if event.outcome == Outcome.DISCARDED:
+            yield "discarded"
+        elif event.died:
+            yield "dead"
