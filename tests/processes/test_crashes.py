@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from django.db import connection
@@ -65,6 +66,13 @@ def test_a_message_that_kills_its_worker_dies_after_its_budget_and_takes_nobody_
     assert {fresh(each).state for each in healthy} == {State.DELIVERED}
 
 
+def freeze(process):
+    """Stop a process, and wait until each of its threads has stopped."""
+    process.send_signal(signal.SIGSTOP)
+    tasks = Path(f"/proc/{process.pid}/task")
+    wait_until(lambda: all((each / "stat").read_text().rpartition(")")[2].split()[0] == "T" for each in tasks.iterdir()))
+
+
 def test_a_frozen_worker_that_wakes_up_changes_nothing(dispatch, journal, gate):
     """Scenarios 15 and P4: SIGSTOP beyond the lease; one terminal state, that of the other."""
     steps = [["wait", gate.path], "check"]
@@ -75,7 +83,7 @@ def test_a_frozen_worker_that_wakes_up_changes_nothing(dispatch, journal, gate):
     }
     frozen = dispatch(lease=1)
     journal.wait("start", 3)
-    frozen.send_signal(signal.SIGSTOP)
+    freeze(frozen)
     gate()
     other = dispatch(lease=1)
     wait_until(lambda: settled(*found.values()))
