@@ -70,7 +70,7 @@ def freeze(process):
     """Stop a process, and wait until each of its threads has stopped."""
     process.send_signal(signal.SIGSTOP)
     tasks = Path(f"/proc/{process.pid}/task")
-    wait_until(lambda: all((each / "stat").read_text().rpartition(")")[2].split()[0] == "T" for each in tasks.iterdir()))
+    wait_until(lambda: all(") T " in (each / "stat").read_text() for each in tasks.iterdir()))
 
 
 def test_a_frozen_worker_that_wakes_up_changes_nothing(dispatch, journal, gate):
