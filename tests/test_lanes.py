@@ -105,7 +105,9 @@ def test_a_lane_number_fits_a_signed_64_bit_column():
 def test_lanes_that_collide_are_served_as_one():
     first, second = put("account", "a"), put("stock", "b")
     Message.objects.filter(pk=second.pk).update(lane=first.lane)
-    assert drained() == [first.pk, second.pk]
+    settled = end(take_one(first), hand_over=hand_over)
+    assert settled.next is None  # each handler has its own share of the slots
+    assert drained() == [second.pk]
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
@@ -636,6 +638,25 @@ def test_r5_two_settlements_of_one_lane_leave_nobody_asleep(actors):
     check_invariants()
     if settled.status == "busy":
         end(lease)
+    check_invariants()
+    assert drained() == [third.pk]
+
+
+@rows_can_be_locked
+def test_r5_a_successor_that_leaves_before_it_is_locked_is_not_relied_on(actors):
+    """Who discards it wakes nobody, for the lane is leased; so the settlement must look again."""
+    waiting, third = lane_of_(count=2)
+    end(take_one(waiting), "retry")
+    take()
+    late = {"id": waiting.pk - 1, "event_key": "late", "due_at": rows.ago(1)}
+    low = Message.objects.create(**(columns(third) | late))
+    lease = take_one(low)
+    assert places(low, waiting, third) == ["leased", "waiting", "parked"]
+    (settler,) = actors("settler")
+    settler.begin(lambda: end(lease))
+    settler.run_until("FOR UPDATE", f"({waiting.pk})")
+    assert discard("default", [waiting.pk]).done
+    assert settler.finish().status == "settled"
     check_invariants()
     assert drained() == [third.pk]
 
