@@ -15,6 +15,7 @@ from django.db import OperationalError, connections
 
 from outbox import Topic, handler
 from outbox.management.commands import outbox_dispatch
+from outbox.management.stopping import SIGNALS, StopSignals
 from outbox.registry import registry
 from tests.running import DEADLINE, Gate, put, settled, state
 from tests.waiting import wait_until
@@ -242,9 +243,9 @@ def test_in_a_thread_it_takes_no_signals_and_stops_by_its_event(log, caplog):
 
 
 def test_in_the_main_thread_it_brings_the_former_handlers_back():
-    former = {number: signal.getsignal(number) for number in outbox_dispatch.SIGNALS}
+    former = {number: signal.getsignal(number) for number in SIGNALS}
     run("--drain")
-    assert {number: signal.getsignal(number) for number in outbox_dispatch.SIGNALS} == former
+    assert {number: signal.getsignal(number) for number in SIGNALS} == former
 
 
 def test_a_signal_stops_it_gently(log):
@@ -267,7 +268,7 @@ def test_a_signal_stops_it_gently(log):
 def test_a_hangup_that_is_ignored_stays_ignored():
     former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with outbox_dispatch.StopSignals():
+        with StopSignals():
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
     finally:

@@ -15,6 +15,7 @@ from django.test import override_settings
 
 from outbox import Bury, Retry, RetryPolicy, Snooze, handler, outages, signals, solitude, stage
 from outbox import dispatcher as dispatcher_module
+from outbox import heartbeat as heartbeat_module
 from outbox.heartbeat import Heartbeat
 from outbox.leases import claim
 from outbox.models import Dispatcher as Registered
@@ -709,6 +710,19 @@ def test_a_dispatcher_reports_itself_and_signs_off():
         gate.open.set()
         wait_until(lambda: settled(row))
     assert not Registered.objects.exists()
+
+
+@servers_only
+def test_an_idle_dispatcher_reports_itself_again_after_an_outage(monkeypatch):
+    """Nothing but the report itself would notice that the heartbeat's session is gone."""
+    for module in (dispatcher_module, heartbeat_module):
+        monkeypatch.setattr(module, "REPORT_EVERY", 0.1)
+    handler("job")(lambda message: None)
+    with dispatching():
+        wait_until(Registered.objects.exists)
+        cut_sessions()
+        cut_at = rows.now()
+        wait_until(lambda: Registered.objects.filter(seen_at__gt=cut_at).exists())
 
 
 def test_a_long_lease_keeps_the_report_fresh():

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
-import signal
-import socket
 import sys
 import threading
 import time
@@ -25,12 +22,12 @@ from outbox.database import close_quietly
 from outbox.dispatcher import LAST_WRITES, Dispatcher
 from outbox.handlers import Handler, registry
 from outbox.management.operator import USAGE
+from outbox.management.stopping import StopSignals
 from outbox.models import Message
 from outbox.plans import Plan
 
 logger = logging.getLogger("outbox")
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK") if hasattr(signal, name))
 GLANCE = 0.1  # seconds between two looks at the threads
 MARGIN = 5.0  # seconds beyond the grace and the last writes, after which a stop does not wait for its threads any more
 COUNTS = ("processed", "delivered", "retried", "dead", "discarded", "skipped")
@@ -197,44 +194,6 @@ def _plan(using: str, handlers: list[Handler], given: dict[str, Any]) -> Plan:
         limit=given["limit"],
         exit_on_database_error=given["exit_on_db_error"],
     )
-
-
-class StopSignals:
-    """Notices the first stop signal, and leaves the process at once on the second; outside the main thread neither.
-
-    The handler only rings: what it interrupts may hold any lock.
-    """
-
-    def __init__(self) -> None:
-        self.seen = False
-        self._bell, self._button = socket.socketpair()
-        self._former: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is not threading.main_thread():
-            logger.debug("Not in the main thread: the dispatcher takes no signals.")
-            return self
-        hangup = getattr(signal, "SIGHUP", None)  # ignored under nohup, and so it stays
-        taken = [each for each in SIGNALS if each != hangup or signal.getsignal(each) != signal.SIG_IGN]
-        self._former = {number: signal.signal(number, self._take) for number in taken}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._former.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._bell.close()
-        self._button.close()
-
-    def wait(self, seconds: float) -> None:
-        """Sleep, at most so long; a signal ends it."""
-        if select.select([self._bell], [], [], seconds)[0]:
-            self._bell.recv(1)
-
-    def _take(self, number: int, _frame: object) -> None:
-        if self.seen:
-            os._exit(128 + number)
-        self.seen = True
-        self._button.send(b"\0")
 
 
 def _run(dispatchers: Sequence[Dispatcher], signals: StopSignals, stop_event: threading.Event | None) -> None:
