@@ -1,6 +1,5 @@
 """What a claim settles instead of starting it, and leases that run out: crashes count, and cost no neighbour."""
 
-
 import pytest
 
 from outbox import signals
