@@ -442,6 +442,11 @@ def close_inside(message):
         connection.close()
 
 
+def close_beneath(message):
+    Order.objects.count()
+    connection.connection.close()
+
+
 def leak(message):
     transaction.atomic().__enter__()
     Order.objects.create(reference="leaked")
@@ -460,6 +465,7 @@ def switch_autocommit_off(message):
         (close, State.DELIVERED),
         (close_all, State.DELIVERED),
         (close_inside, State.PENDING),
+        (close_beneath, State.PENDING),  # nobody can tell whether a transaction was open
         (leak, State.PENDING),
         (switch_autocommit_off, State.PENDING),
     ],

@@ -136,7 +136,8 @@ def has_open_transaction(connection: Any) -> bool:
     if connection.in_atomic_block or not connection.get_autocommit():
         return True
     if connection.vendor == "sqlite":
-        return bool(connection.connection.in_transaction)
+        with connection.wrap_database_errors:  # the driver's connection may be closed
+            return bool(connection.connection.in_transaction)
     if connection.vendor == "postgresql":
         info = getattr(connection.connection, "info", None)
         return info is not None and int(info.transaction_status) != 0
