@@ -162,6 +162,14 @@ def test_a_claim_by_id_takes_only_the_head_of_a_lane_and_only_what_is_due():
     assert [columns(follower), columns(later)] == before
 
 
+def test_a_claim_by_id_takes_only_what_its_handlers_know(specimens):
+    mail, unknown = put("mail"), put("new.topic", handler="new.topic")
+    before = [columns(mail), columns(unknown)]
+    only_sms = [specimens.by_name("sms")]
+    assert claim(using="default", worker="w", seconds=60, ids=[mail.pk, unknown.pk], handlers=only_sms) == []
+    assert [columns(mail), columns(unknown)] == before
+
+
 def test_several_claimers_never_get_the_same_message():
     """Scenario 40: also where row locks are silently nothing."""
     expected = {put("mail").pk for _ in range(120)} | {put("account", f"k{n}").pk for n in range(30)}
