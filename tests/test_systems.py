@@ -257,7 +257,8 @@ def test_a06_the_attempt_is_the_fence_and_a_lost_lease_overwrites_nothing(start)
     for process in (frozen, successor):
         stop(process)
     assert message("scan").attempt == 2
-    assert received() == ["scan", "scan"]  # both did it; the event key tells the media server
+    # Both did it (the event key tells the media server), unless the first was frozen before its handler began.
+    assert received() in (["scan"], ["scan", "scan"])
 
 
 def test_a07_failures_wait_longer_and_longer_are_told_each_time_and_the_fifth_is_the_last(monkeypatch, caplog):
