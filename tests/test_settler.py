@@ -167,6 +167,44 @@ def test_an_outage_is_waited_for_and_told_once(work, monkeypatch, caplog):
     assert told == ["WARNING", "INFO"]
 
 
+class Refusal(Exception):
+    """What a driver raises, with the code where the driver has it."""
+
+    def __init__(self, code):
+        super().__init__(code, "no space left on device")
+        if isinstance(code, str):
+            self.sqlstate = code
+
+
+# Full, read-only and failing disks, and a server that is out of memory.
+UNWRITABLE = {
+    "postgresql": ["53100", "53200", "58030", "25006"],
+    "mysql": [1021, 1114, 1180, 1290],
+    "sqlite": [8, 10, 13, 14],
+}
+
+
+@pytest.mark.parametrize("code", UNWRITABLE[connection.vendor])
+def test_an_outcome_outlasts_a_full_disk(work, monkeypatch, caplog, code):
+    slots, settler = work
+    leases = hold(slots, 2)
+    failures = [OperationalError("no space left on device") for _ in range(4)]
+    real = settler_module.settle
+
+    def full(using, settlements, **options):
+        if failures:
+            connection.ensure_connection()
+            raise failures.pop() from Refusal(code)
+        return real(using, settlements, **options)
+
+    monkeypatch.setattr(settler_module, "settle", full)
+    with caplog.at_level(logging.INFO, "outbox"):
+        run(settler, [(lease, None) for lease in leases])
+        wait_until(slots.is_empty)
+    assert settler.counts == {"delivered": 2}
+    assert [record.levelname for record in caplog.records if record.name == "outbox"] == ["WARNING", "INFO"]
+
+
 @pytest.mark.parametrize("in_lane", [False, True])
 def test_a_commit_without_an_answer_is_recognised_as_our_own(work, monkeypatch, in_lane):
     """A delivered message is not called lost, and what was handed over is held."""

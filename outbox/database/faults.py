@@ -26,9 +26,12 @@ RACES: dict[str, set[int | str]] = {
     "sqlite": {5, 6, 19},  # busy, locked, constraint (holder)
 }
 LOSSES: dict[str, set[int | str]] = {
-    "postgresql": {"57P01", "57P02", "57P03", "57P05", "25P03", "25006", "53300"},  # stop, idle, read-only, full
-    "mysql": {1040, 1053, 1152, 1153, 1158, 1159, 1160, 1161, 1290, 1836, 1927, 2002, 2003, 2006, 2013, 2055},
-    "sqlite": set(),
+    # stop, idle, read-only, too many connections; disk full, out of memory, failing disk
+    "postgresql": {"57P01", "57P02", "57P03", "57P05", "25P03", "25006", "53300", "53100", "53200", "58030"},
+    # the same: 1021 and 1114 are full disks, 1180 an error during COMMIT
+    "mysql": {1040, 1053, 1152, 1153, 1158, 1159, 1160, 1161, 1290, 1836, 1927, 2002, 2003, 2006, 2013, 2055}
+    | {1021, 1114, 1180},
+    "sqlite": {8, 10, 13, 14},  # read-only, failing disk, full disk, a file that cannot be opened
 }
 
 
@@ -43,7 +46,7 @@ def is_duplicate(connection: Any, error: BaseException) -> bool:
 
 
 def is_loss(connection: Any, error: BaseException) -> bool:
-    """Whether the database went away: close the connection in this thread and try again later.
+    """Whether the database went away, or can write nothing now: close this thread's connection and try again later.
 
     A fail-over to a read-only server (InternalError) counts, so does any error of a connection that is closed now.
     """
