@@ -34,7 +34,6 @@ from outbox.workers import Workers
 logger = logging.getLogger("outbox")
 
 POLL_JITTER = 0.2  # of the poll interval, added at random: processes started together shall not look together
-OTHERS_EVERY = 0.1  # seconds, while messages are queued, between two looks for those of other handlers
 CONTENDED_PAUSE = 0.05  # seconds at most before looking again at rows that somebody else was taking
 SHORT_RUN_TRIES = 3  # of a claim while the database is away, in runs that shall end by themselves
 LAST_WRITES = 5.0  # seconds beyond the grace for writing the last outcomes
@@ -85,7 +84,7 @@ class Dispatcher:
             give_up=self._give_up,
         )
         self._housekeeping = Housekeeping(using=plan.using, name=self.name)
-        self._worked_at = self._looked_at = time.monotonic()
+        self._worked_at = time.monotonic()
         self._reported_at = -REPORT_EVERY
         self._outage = Outage(plan.using, f"Dispatcher {self.name}")
         self._solitude = Solitude()
@@ -188,17 +187,15 @@ class Dispatcher:
     def _pass(self) -> Claim:
         """One round: free the slots of handlers that are out of time, start what is queued, claim what fits."""
         self._abandon_overdue()
-        want = self._want_for_others()
-        if want.limit <= 0:
-            self._start_queued()
-            want = self._want()
+        self._start_queued()
+        want = self._want()
         if want.limit <= 0 or not any(want.room.values()):
             self._hungry = True
             return Claim()
         self._settler.forget_due()
         alone = self._solitude.is_welcome(empty=self._slots.is_empty())
         claim = self._claimer.claim(want.limit, seconds=self.plan.lease, start=want.start, room=want.room, alone=alone)
-        self._worked_at = self._looked_at = time.monotonic()
+        self._worked_at = time.monotonic()
         self._outage.over()
         self._progress.note(claim)
         self._slots.add(claim.leases)
@@ -208,14 +205,10 @@ class Dispatcher:
         self._start_queued()
         return claim
 
-    def _want_for_others(self) -> Want:
-        """Now and then what is queued has to stand back, so that no topic waits until the stock of another is gone."""
-        now_and_then = time.monotonic() - self._looked_at >= OTHERS_EVERY and self._solitude.may_claim(empty=False)
-        return self._progress.within(self._slots.want_for_others()) if now_and_then else NOTHING
-
     def _want(self) -> Want:
-        may_claim = self._solitude.may_claim(empty=self._slots.is_empty())
-        return self._progress.within(self._slots.want()) if may_claim else NOTHING
+        if not self._solitude.may_claim(empty=self._slots.is_empty()):
+            return NOTHING
+        return self._progress.within(self._slots.want())
 
     def _start_queued(self) -> None:
         """Charge the queued messages for which a slot is free, and start them."""
@@ -247,8 +240,6 @@ class Dispatcher:
         now = time.monotonic()
         longest = self.plan.poll * (1 + random.uniform(0, POLL_JITTER))  # noqa: S311 - jitter, not secrecy
         timeout = min(longest, self._slots.next_timeout(), self._settler.next_due() - now)
-        if self._slots.has_stock():
-            timeout = min(timeout, OTHERS_EVERY)
         if contended:
             timeout = min(timeout, random.uniform(0.2, 1) * CONTENDED_PAUSE)  # noqa: S311
         self._waiter.wait(max(0.0, timeout))

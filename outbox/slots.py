@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -58,7 +58,6 @@ class Slots:
         self._occupied: set[Lease] = set()
         self._busy: Counter[str] = Counter()
         self._means: dict[str, float] = {}
-        self._turns = OrderedDict.fromkeys(self._queued)  # whose turn it is: the latest to start comes last
         self._withdrawn = self._closed = False
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
@@ -85,17 +84,6 @@ class Slots:
                 start = min((free, *(now[name] for name, count in room.items() if count)))
                 return Want(limit=self._batch - total, start=0 if total else start, room=room)
             return Want(limit=free, start=free, room=now)
-
-    def want_for_others(self) -> Want:
-        """What to claim for the free slots while something is queued: messages of handlers of which nothing is."""
-        with self._lock:
-            room = {
-                each.name: 0 if self._queued[each.name] else max(0, self.cap(each) - self._busy[each.name])
-                for each in self.handlers
-            }
-            free = self.concurrency - len(self._occupied)
-            free = free if any(self._queued.values()) and any(room.values()) else 0
-            return Want(limit=free, start=free, room=room)
 
     def _stock(self, handler: Handler) -> int:
         """How many messages of a handler to hold ready: what it does in a part of the lease, if more than its slots."""
@@ -134,14 +122,14 @@ class Slots:
             return True
 
     def startable(self) -> list[Lease]:
-        """Queued leases, in turn one of each handler, for which there is a slot; the slots are taken. Turns are kept.
+        """Queued leases, in turn one of each handler, for which there is a slot; the slots are taken.
 
         They must be charged, and then given to `start`, or to `put_back` if that failed.
         """
         with self._lock:
             found: list[Lease] = []
             caps = {each.name: self.cap(each) for each in self.handlers}
-            names = deque(name for name in self._turns if self._queued[name])
+            names = deque(name for name, leases in self._queued.items() if leases)
             while names and len(self._occupied) < self.concurrency:
                 name = names.popleft()
                 if self._busy[name] >= caps[name]:
@@ -149,7 +137,6 @@ class Slots:
                 lease = self._queued[name].popleft()
                 self._occupy(lease)
                 self._ending.add(lease)
-                self._turns.move_to_end(name)
                 found.append(lease)
                 if self._queued[name]:
                     names.append(name)
@@ -161,11 +148,6 @@ class Slots:
             self._ending.difference_update(charged)
             self._ready.extend(charged)
             self._work.notify(len(charged))
-
-    def has_stock(self) -> bool:
-        """Whether leases are queued."""
-        with self._lock:
-            return any(self._queued.values())
 
     def put_back(self, leases: Sequence[Lease]) -> None:
         """Queue leases again that could not be charged."""
