@@ -29,8 +29,10 @@ LOSSES: dict[str, set[int | str]] = {
     # stop, idle, read-only, too many connections; disk full, out of memory, failing disk
     "postgresql": {"57P01", "57P02", "57P03", "57P05", "25P03", "25006", "53300", "53100", "53200", "58030"},
     # the same: 1021 and 1114 are full disks, 1180 an error during COMMIT
-    "mysql": {1040, 1053, 1152, 1153, 1158, 1159, 1160, 1161, 1290, 1836, 1927, 2002, 2003, 2006, 2013, 2055}
-    | {1021, 1114, 1180},
+    "mysql": {
+        *(1021, 1040, 1053, 1114, 1152, 1153, 1158, 1159, 1160, 1161, 1180, 1290, 1836, 1927),
+        *(2002, 2003, 2006, 2013, 2055),
+    },
     "sqlite": {8, 10, 13, 14},  # read-only, failing disk, full disk, a file that cannot be opened
 }
 
