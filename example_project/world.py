@@ -24,6 +24,7 @@ class Unreachable(Exception):
 
 def visit(place: str, key: str) -> None:
     """Take as long as a network call, and fail like one: always, or the first time this process comes with a key."""
+    _append(settings.WORLD_JOURNAL + ".visits", {"place": place, "key": key})
     latency = settings.WORLD_LATENCY
     time.sleep(latency.get(place, latency.get("all", 0)))
     if place in settings.WORLD_DOWN:
@@ -37,17 +38,28 @@ def visit(place: str, key: str) -> None:
 def deliver(place: str, key: str, content: dict[str, Any]) -> None:
     """Hand something over to a place of the outside world. ``key`` tells it what it has received before."""
     visit(place, key)
-    line = json.dumps({"place": place, "key": key, **content}) + "\n"
-    journal = os.open(settings.WORLD_JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(journal, line.encode())  # one write: lines of several processes never mix
-    finally:
-        os.close(journal)
+    _append(settings.WORLD_JOURNAL, {"place": place, "key": key, **content})
+
+
+def visits(place: str | None = None) -> list[dict[str, Any]]:
+    """Every call that set out, oldest first, whatever became of it; to one place or to all of them."""
+    return _read(settings.WORLD_JOURNAL + ".visits", place)
 
 
 def received(place: str | None = None) -> list[dict[str, Any]]:
     """What arrived, oldest first; at one place or at all of them."""
-    journal = Path(settings.WORLD_JOURNAL)
-    lines = journal.read_text().splitlines() if journal.exists() else []
+    return _read(settings.WORLD_JOURNAL, place)
+
+
+def _append(path: str, entry: dict[str, Any]) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(file, (json.dumps(entry) + "\n").encode())  # one write: lines of several processes never mix
+    finally:
+        os.close(file)
+
+
+def _read(path: str, place: str | None) -> list[dict[str, Any]]:
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
     everything = [json.loads(line) for line in lines]
     return [each for each in everything if place in (None, each["place"])]

@@ -48,7 +48,10 @@ class Options:
 
 
 _NAMES = tuple(field.name for field in fields(Options))
+_RATIOS = {"SHARE", "BACKOFF_FACTOR"}
 _POSITIVE = {"LEASE", "POLL", "CONCURRENCY", "SHARE", "BATCH", "TIMEOUT", "MAX_ATTEMPTS", "MAX_PAYLOAD_BYTES"}
+_CENTURY = 36525 * 86400.0  # seconds; much more than that no database can add to its clock
+_LARGEST = 2**31 - 1
 _cache: tuple[dict[str, Any] | None, Options] | None = None
 
 
@@ -94,14 +97,19 @@ def _coerce(name: str, value: Any) -> Any:
         if not isinstance(value, kind):
             raise TypeError("True or False" if kind is bool else "a string")
         return value
-    if kind is float and isinstance(value, timedelta):
+    if kind is float and isinstance(value, timedelta) and name not in _RATIOS:
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
-        raise TypeError("a whole number" if kind is int else "a number of seconds or a timedelta")
+        numbers = "a number" if name in _RATIOS else "a number of seconds or a timedelta"
+        raise TypeError("a whole number" if kind is int else numbers)
+    if name == "BACKOFF_FACTOR" and not value >= 1:
+        raise ValueError("1 or more")
     if name in _POSITIVE and not value > 0:
         raise ValueError("greater than 0")
     if not 0 <= value < float("inf"):
         raise ValueError("a finite number, 0 or more")
     if name == "SHARE" and value > 1:
         raise ValueError("at most 1")
+    if value > (_LARGEST if kind is int else _CENTURY):
+        raise ValueError(f"at most {_LARGEST}" if kind is int else "at most a century")
     return kind(value)

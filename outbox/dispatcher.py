@@ -187,8 +187,10 @@ class Dispatcher:
     def _pass(self) -> Claim:
         """One round: free the slots of handlers that are out of time, start what is queued, claim what fits."""
         self._abandon_overdue()
-        self._start_queued()
-        want = self._want()
+        want = self._within(self._slots.want_for_others())
+        if want.limit <= 0:
+            self._start_queued()
+            want = self._within(self._slots.want())
         if want.limit <= 0 or not any(want.room.values()):
             self._hungry = True
             return Claim()
@@ -205,10 +207,9 @@ class Dispatcher:
         self._start_queued()
         return claim
 
-    def _want(self) -> Want:
-        if not self._solitude.may_claim(empty=self._slots.is_empty()):
-            return NOTHING
-        return self._progress.within(self._slots.want())
+    def _within(self, want: Want) -> Want:
+        may_claim = self._solitude.may_claim(empty=self._slots.is_empty())
+        return self._progress.within(want) if may_claim else NOTHING
 
     def _start_queued(self) -> None:
         """Charge the queued messages for which a slot is free, and start them."""

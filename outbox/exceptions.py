@@ -81,10 +81,13 @@ class PostCommitEffectError(OutboxError):
         self.result = result
         self.errors = errors
         failed = ", ".join(f"{key!r} ({type(error).__name__})" for key, error in errors.items())
-        super().__init__(
-            f"The transaction is committed, but the immediate delivery of {failed} failed. "
-            "These messages stay pending: the dispatcher delivers them."
-        )
+        buried = [key for key, error in errors.items() if isinstance(error, Bury)]
+        fate = "These messages stay pending: the dispatcher delivers them."
+        if buried:
+            fate = f"Dead, as asked, and kept until somebody acts: {', '.join(map(repr, buried))}."
+            if len(buried) < len(errors):
+                fate += " The others stay pending: the dispatcher delivers them."
+        super().__init__(f"The transaction is committed, but the immediate delivery of {failed} failed. {fate}")
 
 
 class Verdict(Exception):
@@ -112,6 +115,8 @@ class Snooze(Verdict):
     ) -> None:
         if (until is None) == (for_ is None):
             raise ValueError("Snooze takes either until=… or for_=…, and exactly one of them.")
+        if until is not None and not isinstance(until, datetime):
+            raise TypeError(f"Snooze(until=…) must be a datetime, not {type(until).__name__}; a duration is for_=….")
         super().__init__(reason)
         self.until = until
         self.for_ = None if for_ is None else _seconds(for_, "Snooze(for_=…)")

@@ -51,6 +51,8 @@ class Progress:
 
     def within(self, want: Want) -> Want:
         """What to claim of what the slots want."""
+        if want.limit <= 0:
+            return NOTHING
         if self.plan.mode == "once":
             if self._claims:
                 return NOTHING

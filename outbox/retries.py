@@ -27,6 +27,10 @@ class RetryPolicy:
     jitter: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("max_attempts", "base", "factor", "cap"):
+            value, whole = getattr(self, name), name == "max_attempts"
+            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or value != value:
+                raise ValueError(f"{name} must be a {'whole number' if whole else 'number'}, not {value!r}.")
         if self.max_attempts < 1:
             raise ValueError(f"max_attempts must be at least 1, not {self.max_attempts}.")
         if self.base < 0 or self.cap < 0 or self.factor < 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ from outbox.leases import Lease
 
 PREFETCH_SHARE = 0.25  # of the lease that the queue may take to run dry
 LEARN = 0.2  # weight of the newest duration in a handler's mean
+OTHERS_EVERY = 0.1  # seconds, while messages are queued, between two looks for those of other handlers
 SHORTEST = 1e-4  # seconds: a mean below this says nothing
 
 
@@ -58,6 +59,8 @@ class Slots:
         self._occupied: set[Lease] = set()
         self._busy: Counter[str] = Counter()
         self._means: dict[str, float] = {}
+        self._turns = OrderedDict.fromkeys(self._queued)  # whose turn it is: the latest to start comes last
+        self._others_at = time.monotonic()
         self._withdrawn = self._closed = False
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
@@ -84,6 +87,23 @@ class Slots:
                 start = min((free, *(now[name] for name, count in room.items() if count)))
                 return Want(limit=self._batch - total, start=0 if total else start, room=room)
             return Want(limit=free, start=free, room=now)
+
+    def want_for_others(self) -> Want:
+        """What to claim before queued messages fill the free slots: now and then, those of which nothing is queued.
+
+        So no topic waits until the stock of another is gone.
+        """
+        with self._lock:
+            now = time.monotonic()
+            if now - self._others_at < OTHERS_EVERY or not any(self._queued.values()):
+                return Want(limit=0, start=0, room={})
+            self._others_at = now
+            room = {
+                each.name: 0 if self._queued[each.name] else max(0, self.cap(each) - self._busy[each.name])
+                for each in self.handlers
+            }
+            free = self.concurrency - len(self._occupied) if any(room.values()) else 0
+            return Want(limit=free, start=free, room=room)
 
     def _stock(self, handler: Handler) -> int:
         """How many messages of a handler to hold ready: what it does in a part of the lease, if more than its slots."""
@@ -122,14 +142,14 @@ class Slots:
             return True
 
     def startable(self) -> list[Lease]:
-        """Queued leases, in turn one of each handler, for which there is a slot; the slots are taken.
+        """Queued leases, in turn one of each handler, for which there is a slot; the slots are taken. Turns are kept.
 
         They must be charged, and then given to `start`, or to `put_back` if that failed.
         """
         with self._lock:
             found: list[Lease] = []
             caps = {each.name: self.cap(each) for each in self.handlers}
-            names = deque(name for name, leases in self._queued.items() if leases)
+            names = deque(name for name in self._turns if self._queued[name])
             while names and len(self._occupied) < self.concurrency:
                 name = names.popleft()
                 if self._busy[name] >= caps[name]:
@@ -137,6 +157,7 @@ class Slots:
                 lease = self._queued[name].popleft()
                 self._occupy(lease)
                 self._ending.add(lease)
+                self._turns.move_to_end(name)
                 found.append(lease)
                 if self._queued[name]:
                     names.append(name)
@@ -197,10 +218,12 @@ class Slots:
             return [ran.lease for ran in overdue]
 
     def next_timeout(self) -> float:
-        """Seconds until the next running handler is out of time; infinite if there is none."""
+        """Seconds until a running handler is out of time or a queue has to stand back; infinite if neither will be."""
         now = time.monotonic()
         with self._lock:
             ends = [ran.started + ran.lease.handler.timeout for ran in self._running.values() if not ran.abandoned]
+            if any(self._queued.values()):
+                ends.append(self._others_at + OTHERS_EVERY)
         return max(0.0, min(ends) - now) if ends else float("inf")
 
     def held(self) -> list[Lease]:

@@ -1,6 +1,7 @@
 """System checks find what would cost a message, and name the way out."""
 
 import re
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,14 @@ def test_an_unknown_option_is_named_with_the_nearest_one(settings):
         ({"LEASE": -1}, "OUTBOX['LEASE'] is -1"),
         ({"POLL": "2"}, "a number of seconds or a timedelta"),
         ({"SHARE": 2}, "at most 1"),
+        ({"SHARE": "half"}, "It must be a number. "),
+        ({"SHARE": timedelta(seconds=0.5)}, "It must be a number. "),
+        ({"BACKOFF_FACTOR": 0.5}, "1 or more"),
+        ({"BACKOFF_FACTOR": float("nan")}, "1 or more"),
+        ({"LEASE": 1e308}, "at most a century"),
+        ({"POLL": 10**400}, "at most a century"),
+        ({"PRUNE_AFTER": timedelta.max}, "at most a century"),
+        ({"BATCH": 2**31}, "at most 2147483647"),
         ([], "must be a dict, not list"),
         ({"LISTEN_DATABASE": "nowhere"}, "'nowhere'"),
     ],

@@ -267,6 +267,17 @@ def test_requeue_wants_to_be_told_which(arguments):
     assert "which messages" in fails("outbox_requeue", *arguments, code=2)
 
 
+@pytest.mark.parametrize("command", ["outbox_show", "outbox_explain", "outbox_requeue", "outbox_discard"])
+@pytest.mark.parametrize("name", ["a\0b", "\udcff", "key:\udcff"], ids=ascii)
+def test_a_name_that_no_message_can_have_is_not_found(command, name):
+    assert "No message in database 'default'" in fails(command, name)
+
+
+def test_a_pattern_that_matches_no_topic_is_told():
+    rows.dead()
+    assert run("outbox_status", "--topic", "biling.*").startswith("No topic matches.")
+
+
 def test_requeue_names_all_that_do_not_exist():
     row = rows.dead()
     text = fails("outbox_requeue", row.pk, "nope", 10**30, "--no-input")

@@ -4,7 +4,7 @@ import asyncio
 import contextvars
 import threading
 import time
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from functools import partial
 
 import pytest
@@ -245,6 +245,12 @@ def test_a_naive_moment_is_read_in_the_time_zone_of_the_project():
     with override_settings(USE_TZ=False, TIME_ZONE="America/New_York"):
         row, _ = deliver(raising(Snooze(until=datetime(2040, 5, 17, 8))))
     assert row.due_at == datetime(2040, 5, 17, 12, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("until", ["2030-01-01", 5, timedelta(1), date(2030, 1, 1)], ids=repr)
+def test_a_snooze_says_what_it_takes(until):
+    with pytest.raises(TypeError, match=r"Snooze\(until=…\) must be a datetime, not "):
+        Snooze(until=until)
 
 
 def spoilt(verdict, **values):

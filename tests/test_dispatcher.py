@@ -308,6 +308,23 @@ def test_a_slow_topic_does_not_delay_the_others(log):
     assert slow.most == 2
 
 
+def test_two_busy_topics_do_not_starve_a_third(log):
+    """One fills its slot for long, the other has a backlog and a stock: the third has its turn all the same."""
+    slow = Gate()
+    handler("quick", ordering="none")(lambda message: time.sleep(0.002) or log.append("quick"))
+    handler("slow", ordering="none")(slow)
+    noting(log, "third", ordering="none")
+    put("slow", count=3)
+    put("quick", count=500)
+    with dispatching(concurrency=2, batch=100):
+        slow.wait()
+        wait_until(lambda: len(log) > 50)
+        put("third", "third", count=3)
+        wait_until(lambda: log.count("third") == 3)
+        assert len(log) < 450
+        slow.open.set()
+
+
 @pytest.mark.parametrize(("share", "most"), [(0.25, 1), (1.0, 4), (0.01, 1)])
 def test_a_share_is_a_part_of_the_slots_and_at_least_one(share, most):
     gate = Gate()

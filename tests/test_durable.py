@@ -139,6 +139,8 @@ def test_a_delivery_that_buries_is_a_failure_of_the_command():
     with pytest.raises(PostCommitEffectError) as caught:
         DurableCommand().execute(buy, [Effect(mail(), deliver=deliver)])
     assert isinstance(caught.value.errors["mail:1"], Bury)
+    assert "Dead, as asked, and kept until somebody acts: 'mail:1'." in str(caught.value)
+    assert "pending" not in str(caught.value)
     assert Message.objects.dead().count() == 1
 
 

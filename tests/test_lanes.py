@@ -234,6 +234,8 @@ def test_the_late_committer_with_the_lower_id_is_delivered(actors, commits):
     writer.finish()
     assert take() == []
     check_invariants()
+    if commits:
+        assert places(Message(pk=base + 1000)) == ["parked"]  # behind a leased row everybody sleeps
     end(lease)
     assert drained() == ([base + 1000] if commits else [])
 
@@ -583,6 +585,36 @@ def test_r3_a_lower_row_that_commits_during_the_claim_never_sleeps_behind_a_high
     claimant.finish()
     check_invariants()
     assert drained()[0] == low.pk
+
+
+@rows_can_be_locked
+@pytest.mark.parametrize("head_place", ["blocking", "waiting"])
+def test_r3_a_late_lower_row_is_not_parked_with_the_crowd(actors, head_place):
+    """A crowded lane has more of its due rows parked than were picked: only those behind the target."""
+    low, head, *followers = lane_of_("stock", 8)
+    values = columns(low)
+    Message.objects.filter(pk=low.pk).delete()
+    end(take_one(head), "dead" if head_place == "blocking" else "retry")
+    (claimant,) = actors("claimant")
+    claimant.begin(take)
+    claimant.run_until("FOR UPDATE", f"({head.pk})")
+    claimant.step(5)
+    Message.objects.create(**values)
+    assert claimant.finish() == []
+    check_invariants()
+    assert set(places(*followers)) == {"parked"}
+    assert drained()[0] == low.pk
+
+
+def test_parking_leaves_alone_what_was_leased_or_put_off_meanwhile():
+    leased, waiting, due = put("account", "a"), put("account", "b"), put("account", "c")
+    picked = {row.lane: lanes.Followers(rows=[row], floor=0) for row in (leased, waiting, due)}
+    take_one(leased)
+    lapse(leased)
+    end(take_one(waiting), "retry")
+    again("default", lambda: lanes.park("default", picked))
+    assert places(leased, waiting, due) == ["due", "waiting", "parked"]
+    assert fresh(leased).lease_token is not None
 
 
 def test_r3_two_late_rows_and_a_waiting_head_in_one_pick():

@@ -69,6 +69,16 @@ def test_delays_spread_over_the_whole_window():
     assert max(delays) <= 100
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("name", ["max_attempts", "base", "factor", "cap"])
+@pytest.mark.parametrize("value", ["3", None, NAN, True, timedelta(seconds=5)], ids=repr)
+def test_what_is_no_number_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=rf"^{name} must be a (whole )?number, not "):
+        RetryPolicy(**{name: value})
+
+
 @pytest.mark.parametrize("values", [{"max_attempts": 0}, {"base": -1}, {"cap": -1}, {"factor": 0.5}])
 def test_a_policy_that_makes_no_sense_is_refused(values):
     with pytest.raises(ValueError, match=r"max_attempts|factor"):

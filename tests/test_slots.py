@@ -85,6 +85,30 @@ def test_queued_leases_start_in_turn_within_their_shares():
     assert held.startable() == []
 
 
+def test_whoever_started_last_comes_last_the_next_time():
+    held = slots("abc", concurrency=1)
+    queued = {name: [lease(name, charged=False) for _ in range(3)] for name in "abc"}
+    for leases in queued.values():
+        held.add(leases)
+    started = []
+    for _ in range(6):
+        (one,) = held.startable()
+        started.append(one.handler.name)
+        held.end(one)
+    assert started == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_free_slots_are_offered_to_handlers_of_which_nothing_is_queued(monkeypatch):
+    held = slots("abc", concurrency=3, batch=4)
+    held.add([lease("a", charged=False) for _ in range(4)])
+    assert held.startable()
+    assert held.want().limit == 0
+    assert held.want_for_others().limit == 0  # only now and then
+    monkeypatch.setattr("outbox.slots.OTHERS_EVERY", 0.0)
+    want = held.want_for_others()
+    assert (want.limit, want.start, want.room) == (2, 2, {"a": 0, "b": 1, "c": 1})
+
+
 def test_leases_that_could_not_be_charged_are_queued_again_in_their_order():
     held = slots("a")
     queued = [lease("a", charged=False) for _ in range(6)]

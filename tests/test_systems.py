@@ -243,7 +243,7 @@ def test_a05_a_claim_may_be_for_one_topic_or_leave_some_out_or_be_by_key():
 def test_a06_the_attempt_is_the_fence_and_a_lost_lease_overwrites_nothing(start):
     stage_now(topics.MODULE, {"item": "42"}, event_key="scan")
     frozen = start("--lease", "1", latency="media server=1")
-    wait_until(lambda: is_leased("scan"))
+    wait_until(world.visits)
     frozen.send_signal(signal.SIGSTOP)
     try:
         successor = start("--lease", "1", latency="media server=3")
@@ -340,7 +340,7 @@ def test_a09_work_that_is_given_back_is_due_again_and_its_topic_is_free(start):
         stage(topics.MODULE, {"item": "1"}, event_key="first")
         stage(topics.MODULE, {"item": "2"}, event_key="second")
     process = start("--grace", "0.2", latency="media server=60")
-    wait_until(lambda: is_leased("first"))
+    wait_until(world.visits)
     stop(process)
     given_back = message("first")
     assert (given_back.state, given_back.lease_token, given_back.spent) == ("pending", None, 0)
@@ -355,7 +355,7 @@ def test_a10_a_stop_waits_for_what_runs_and_starts_nothing_more(start):
         stage(topics.MODULE, {"item": "1"}, event_key="running")
         stage(topics.MODULE, {"item": "2"}, event_key="not started")
     process = start("--grace", "30", latency="media server=1")
-    wait_until(lambda: is_leased("running"))
+    wait_until(world.visits)  # its handler has started
     stop(process)
     assert received() == ["running"]
     assert is_delivered("running")
@@ -365,7 +365,7 @@ def test_a10_a_stop_waits_for_what_runs_and_starts_nothing_more(start):
 def test_a10_a_stop_with_a_time_limit_leaves_what_still_runs_to_others(start):
     stage_now(topics.MODULE, {"item": "1"}, event_key="running")
     process = start("--grace", "0.2", latency="media server=60")
-    wait_until(lambda: is_leased("running"))
+    wait_until(world.visits)  # its handler has started
     began = time.monotonic()
     stop(process)
     assert time.monotonic() - began < 30

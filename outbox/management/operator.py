@@ -15,6 +15,7 @@ from django.utils.dateparse import parse_datetime
 
 from outbox.management.printing import Progress, to_json
 from outbox.models import Message
+from outbox.texts import storable
 
 USAGE = 2  # exit codes; 1 is any other error
 THRESHOLD = 3
@@ -124,4 +125,5 @@ class OperatorCommand(BaseCommand):
         rows = Message.objects.using(self.using).defer("payload", "headers").order_by("pk")
         if name.isascii() and name.isdigit():
             return list(rows.filter(pk=int(name))) if int(name) <= LARGEST_ID else []
-        return list(rows.filter(event_key=name.removeprefix("key:")))
+        key = name.removeprefix("key:")
+        return list(rows.filter(event_key=key)) if storable(key) == key else []

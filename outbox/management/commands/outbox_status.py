@@ -118,7 +118,7 @@ class Command(OperatorCommand):
         if rows:
             yield from table(headers, rows, left=["topic"], style=lambda text: self.paint("MIGRATE_HEADING", text))
         else:
-            yield "No topic is declared, and no message is there."
+            yield "No topic matches." if found.topics else "No topic is declared, and no message is there."
         yield ""
         yield self._at_work(found)
         if total.unroutable:
