@@ -52,6 +52,7 @@ _RATIOS = {"SHARE", "BACKOFF_FACTOR"}
 _POSITIVE = {"LEASE", "POLL", "CONCURRENCY", "SHARE", "BATCH", "TIMEOUT", "MAX_ATTEMPTS", "MAX_PAYLOAD_BYTES"}
 _CENTURY = 36525 * 86400.0  # seconds; much more than that no database can add to its clock
 _LARGEST = 2**31 - 1
+_MOST = {"CONCURRENCY": 10_000, "BATCH": 10_000}
 _cache: tuple[dict[str, Any] | None, Options] | None = None
 
 
@@ -66,7 +67,7 @@ def options() -> Options:
         problems = problems_of(given)
         if problems:
             raise ImproperlyConfigured(" ".join(f"{fact} {hint}" for fact, hint in problems))
-        values = {name: _coerce(name, value) for name, value in (given or {}).items()}
+        values = {name: checked(name, value) for name, value in (given or {}).items()}
         _cache = (given, Options(**values))
     return _cache[1]
 
@@ -85,13 +86,14 @@ def problems_of(given: object) -> list[tuple[str, str]]:
             problems.append((f"OUTBOX has no option {name!r}.", hint))
             continue
         try:
-            _coerce(name, value)
+            checked(name, value)
         except (TypeError, ValueError) as error:
             problems.append((f"OUTBOX[{name!r}] is {value!r}.", f"It must be {error}."))
     return problems
 
 
-def _coerce(name: str, value: Any) -> Any:
+def checked(name: str, value: Any) -> Any:
+    """A value of an option in the option's own type. TypeError or ValueError says what it must be."""
     kind = get_type_hints(Options)[name]
     if kind is bool or kind is str:
         if not isinstance(value, kind):
@@ -110,6 +112,7 @@ def _coerce(name: str, value: Any) -> Any:
         raise ValueError("a finite number, 0 or more")
     if name == "SHARE" and value > 1:
         raise ValueError("at most 1")
-    if value > (_LARGEST if kind is int else _CENTURY):
-        raise ValueError(f"at most {_LARGEST}" if kind is int else "at most a century")
+    most = _MOST.get(name, _LARGEST if kind is int else _CENTURY)
+    if value > most:
+        raise ValueError(f"at most {most:,}" if kind is int else "at most a century")
     return kind(value)

@@ -12,10 +12,10 @@ from asgiref.sync import sync_to_async
 from django.db import transaction
 
 from outbox import delivery
-from outbox.exceptions import InvalidIntent, PostCommitEffectError
+from outbox.exceptions import Bury, InvalidIntent, OutboxError, PostCommitEffectError
 from outbox.handlers import Envelope, registry
 from outbox.intents import Draft, Intent, draft
-from outbox.models import Message, State
+from outbox.models import Message, Reason, State
 from outbox.recording import Staged, write
 from outbox.staging import own_transaction
 
@@ -44,8 +44,9 @@ Effects = Iterable[Effect] | Callable[[T], Iterable[Effect]]
 class PostCommitResult(Generic[T]):
     """What a command did: the business result, whether it was committed, and the event keys of its effects by fate.
 
-    Completed effects are delivered; pending ones are left to the dispatcher. Both are empty when ``business`` rolled
-    back without an exception (`transaction.set_rollback`).
+    Completed effects are delivered; pending ones are left to the dispatcher; one that is dead or expired is neither,
+    and stands among the errors. Both are empty when ``business`` rolled back without an exception
+    (`transaction.set_rollback`).
     """
 
     value: T
@@ -154,27 +155,42 @@ def _deliver(using: str, value: T, ready: Ready, staged: Sequence[Staged]) -> Po
             done.add(row.event_key)
         else:
             skipped[row.event_key] = row.ids
-    done |= _delivered_elsewhere(using, skipped)
+    delivered, ended = _ended_elsewhere(using, skipped)
+    done |= delivered
+    errors |= ended
+    over = ended.keys() | {key for key, error in errors.items() if isinstance(error, Bury)}
     keys = [row.event_key for row in staged]
     result = PostCommitResult(
         value=value,
         business_committed=True,
         completed_effects=tuple(key for key in keys if key in done),
-        pending_effects=tuple(key for key in keys if key not in done),
+        pending_effects=tuple(key for key in keys if key not in done and key not in over),
     )
     if errors:
         raise PostCommitEffectError(result, errors)
     return result
 
 
-def _delivered_elsewhere(using: str, skipped: dict[str, tuple[int, ...]]) -> set[str]:
-    """Of what could not be claimed: the event keys that a dispatcher, or an earlier command, has delivered already."""
-    if not skipped:
-        return set()
+def _ended_elsewhere(using: str, skipped: dict[str, tuple[int, ...]]) -> tuple[set[str], dict[str, BaseException]]:
+    """Of what could not be claimed: the event keys that are delivered, and those that nobody will deliver, with why.
+
+    Delivered by a dispatcher or an earlier command; what its handler discarded needs no delivery.
+    """
     ids = [pk for each in skipped.values() for pk in each]
-    settled = set(
-        Message.objects.using(using)
-        .filter(pk__in=ids, state__in=(State.DELIVERED, State.DISCARDED))
-        .values_list("pk", flat=True)
-    )
-    return {key for key, pks in skipped.items() if settled.issuperset(pks)}
+    rows = Message.objects.using(using).filter(pk__in=ids).exclude(state=State.PENDING)
+    ended = {pk: (State(state), Reason(reason)) for pk, state, reason in rows.values_list("pk", "state", "reason")}
+    delivered: set[str] = set()
+    errors: dict[str, BaseException] = {}
+    for key, pks in skipped.items():
+        final = [ended[pk] for pk in pks if pk in ended]
+        bad = [(state, reason) for state, reason in final if not _is_good(state, reason)]
+        if bad:
+            state, reason = bad[0]
+            errors[key] = OutboxError(f"The message is {state.label}: {reason.label}.")
+        elif len(final) == len(pks):
+            delivered.add(key)
+    return delivered, errors
+
+
+def _is_good(state: State, reason: Reason) -> bool:
+    return state == State.DELIVERED or (state == State.DISCARDED and reason == Reason.HANDLER)

@@ -74,18 +74,19 @@ class NotConfirmed(OutboxError):
 class PostCommitEffectError(OutboxError):
     """The business transaction committed, but at least one immediate delivery failed.
 
-    ``result`` is the `PostCommitResult`, ``errors`` the exceptions by event key. A dispatcher delivers what is pending.
+    ``result`` is the `PostCommitResult`, ``errors`` the exceptions by event key. A dispatcher delivers what is pending;
+    what is not pending either is dead, or expired.
     """
 
     def __init__(self, result: PostCommitResult, errors: dict[str, BaseException]) -> None:
         self.result = result
         self.errors = errors
         failed = ", ".join(f"{key!r} ({type(error).__name__})" for key, error in errors.items())
-        buried = [key for key, error in errors.items() if isinstance(error, Bury)]
+        over = [f"{key!r} ({error})" for key, error in errors.items() if key not in result.pending_effects]
         fate = "These messages stay pending: the dispatcher delivers them."
-        if buried:
-            fate = f"Dead, as asked, and kept until somebody acts: {', '.join(map(repr, buried))}."
-            if len(buried) < len(errors):
+        if over:
+            fate = f"Nothing more is done for {', '.join(over)} until somebody acts."
+            if len(over) < len(errors):
                 fate += " The others stay pending: the dispatcher delivers them."
         super().__init__(f"The transaction is committed, but the immediate delivery of {failed} failed. {fate}")
 

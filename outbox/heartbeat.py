@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from django.db import Error, connections, reset_queries
 
-from outbox.database import close_quietly, is_race
+from outbox.database import close_quietly, is_race, is_unwritable
 from outbox.leases import Lease, renew
 from outbox.outages import Outage
 from outbox.registration import REPORT_EVERY
@@ -96,9 +96,10 @@ class Heartbeat:
     def _failed(self, error: Exception) -> float:
         """Note a failed renewal; returns how long to wait before the next try."""
         now = time.monotonic()
-        crowded = isinstance(error, Error) and is_race(connections[self.using], error)
+        connection = connections[self.using]
+        passing = isinstance(error, Error) and (is_race(connection, error) or is_unwritable(connection, error))
         pause = min(self._outage.note(error), self.seconds / 10)
-        if crowded or now - self._worked_at() > self._window:  # the database is slow or away, for everybody
+        if passing or now - self._worked_at() > self._window:  # the database is slow or away, for everybody
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = now

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from outbox.conf import checked
 from outbox.handlers import Handler
 from outbox.leases import Claim
 from outbox.models import Outcome
@@ -29,6 +30,17 @@ class Plan:
     mode: Literal["run", "once", "drain"] = "run"
     limit: int | None = None
     exit_on_database_error: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what the settings would refuse, and a limit below 1, by ValueError."""
+        for name in ("concurrency", "lease", "poll", "grace", "batch"):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, checked(name.upper(), value))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{name} is {value!r}; it must be {error}.") from None
+        if self.limit is not None and (type(self.limit) is not int or self.limit < 1):
+            raise ValueError(f"limit is {self.limit!r}; it must be a whole number, 1 or more.")
 
     @property
     def ends_by_itself(self) -> bool:

@@ -25,6 +25,7 @@ logger = logging.getLogger("outbox")
 
 LINGER = 0.02  # seconds that an outcome may wait for company while handlers run
 BUSY_PAUSE = 0.2  # seconds until a row that somebody has locked is tried again
+LONGEST_PAUSE = 5.0  # seconds between two tries of what the database refuses, at most
 MOST_DUE = 1000  # retries whose time is remembered; more are found by polling
 NAMES = {State.DELIVERED: "delivered", State.DEAD: "dead", State.DISCARDED: "discarded", State.PENDING: "retried"}
 
@@ -68,6 +69,7 @@ class Settler:
         self._since = 0.0
         self._again: deque[Group] = deque()
         self._later: list[tuple[float, Settlement]] = []
+        self._refused_since: dict[Lease, float] = {}
         self._outage = Outage(using, "The settler")
         self._news = threading.Condition()
         self._stopped = False
@@ -196,8 +198,21 @@ class Settler:
             bare = ErrorRecord(type=outcome.error.type, text="The text of this error could not be stored.")
             self._again.appendleft(Group(outcomes=[replace(outcome, error=bare)], bare=True))
         else:
-            logger.error("Message %s cannot be settled; its lease will run out.", outcome.lease.id, exc_info=error)
-            self._slots.end(outcome.lease)
+            self._try_later(outcome, error)
+
+    def _try_later(self, outcome: Settlement, error: Exception) -> None:
+        """Keep what is refused for a reason unknown, for a lease at least: whoever runs the database may mend it."""
+        now, lease = time.monotonic(), outcome.lease
+        if lease not in self._refused_since:
+            self._refused_since[lease] = now
+            logger.error("Message %s cannot be settled; it is tried again.", lease.id, exc_info=error)
+        refused_for = now - self._refused_since[lease]
+        if refused_for < self._seconds and not (self._stopped and refused_for > LONGEST_PAUSE / 2):
+            self._later.append((now + min(LONGEST_PAUSE, max(BUSY_PAUSE, refused_for)), outcome))
+            return
+        logger.error("Message %s cannot be settled; its lease will run out.", lease.id, exc_info=error)
+        del self._refused_since[lease]
+        self._slots.end(lease)
 
     def _finish(self, results: list[Settled]) -> None:
         now = time.monotonic()
@@ -208,6 +223,7 @@ class Settler:
                 self._later.append((now + BUSY_PAUSE, done))
                 continue
             self._count(each)
+            self._refused_since.pop(lease, None)
             if each.next is not None:
                 if not self._slots.hand_over(lease, each.next):
                     self.put(each.next, release(each.next))

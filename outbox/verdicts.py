@@ -16,6 +16,8 @@ from outbox.models import Outcome, Reason, State
 from outbox.retries import RetryPolicy
 
 LONGEST_WAIT = 3650 * 86400.0  # seconds; what the clock of no database can be added to is as good as this
+RESTLESS = 10  # claims that cost nothing, after which a message that is put off until now has to rest all the same
+REST = 1.0  # seconds; without it such a message would keep a process busy for ever
 LATEST = datetime(9999, 12, 30, tzinfo=UTC)
 
 
@@ -87,10 +89,11 @@ def _failed(
 
 def _put_off(lease: Lease, verdict: Verdict, duration: float | None, outcome: Outcome, wait: float) -> Settlement:
     """Again after ``wait``, at no cost to the budget."""
+    least = REST if lease.attempt - lease.message.spent >= RESTLESS else 0.0
     return Settlement(
         lease=lease,
         outcome=outcome,
-        wait=_bounded(wait),
+        wait=_bounded(max(wait, least)),
         refund=True,
         error=describe(verdict, with_traceback=False),
         cause=verdict,

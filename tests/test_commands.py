@@ -178,6 +178,23 @@ def test_status_refuses_a_condition_that_makes_no_sense(condition):
         run("outbox_status", "--fail-if", condition)
 
 
+def test_a_watch_on_a_topic_that_is_not_there_is_a_usage_error(one_of_each):
+    """A monitor with a typo must not stay green for ever."""
+    assert "nothing is watched" in fails("outbox_status", "--topic", "biling.*", "--fail-if", "dead>0", code=2)
+
+
+def test_arguments_of_call_command_are_parsed_like_those_of_a_command_line(one_of_each):
+    out = io.StringIO()
+    with pytest.raises(CommandError, match="Threshold breached"):
+        call_command("outbox_status", fail_if="dead>0", delivered_within="1h", stdout=out)
+    call_command("outbox_requeue", since="1h", dry_run=True, stdout=out)
+    with pytest.raises(CommandError, match="neither an age") as caught:
+        call_command("outbox_requeue", since="soon", dry_run=True)
+    assert caught.value.returncode == 2
+    with pytest.raises(CommandError, match="choose from text, json"):
+        call_command("outbox_status", format="xml")
+
+
 def test_status_wants_a_period_for_a_condition_on_deliveries():
     assert "--delivered-within" in fails("outbox_status", "--fail-if", "delivered<1", code=2)
     assert "delivered is 0" in fails("outbox_status", "--fail-if", "delivered<1", "--delivered-within", "1h", code=3)

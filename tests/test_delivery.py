@@ -229,10 +229,29 @@ def test_a_snooze_may_name_a_moment():
     assert row.due_at == moment
 
 
-@pytest.mark.parametrize("moment", [datetime.max.replace(tzinfo=UTC), datetime.min.replace(tzinfo=UTC)])
-def test_a_snooze_to_the_ends_of_time_is_stored(moment):
-    row, _ = deliver(raising(Snooze(until=moment)))
-    assert row.due_at.year in (1, 9999)
+def test_a_snooze_to_the_end_of_time_is_stored():
+    row, _ = deliver(raising(Snooze(until=datetime.max.replace(tzinfo=UTC))))
+    assert row.due_at.year == 9999
+
+
+def test_a_snooze_to_the_beginning_of_time_is_due_now():
+    row, _ = deliver(raising(Snooze(until=datetime.min.replace(tzinfo=UTC))))
+    assert -30 < seconds_until(row.due_at) <= 0
+
+
+@pytest.mark.parametrize(
+    "verdict", [Snooze(for_=0), Snooze(until=datetime(2020, 1, 1, tzinfo=UTC)), Unavailable(after=0)], ids=repr
+)
+def test_who_is_put_off_until_now_again_and_again_has_to_rest(verdict):
+    """Else the message would keep a process busy for ever, and --drain would not end."""
+    handler("job")(raising(verdict))
+    row = put("job")
+    for number in range(1, 13):
+        Message.objects.filter(pk=row.pk).update(due_at=1)
+        (lease,) = claim(using="default", worker="w", seconds=60)
+        settle("default", [run(lease)])
+        rests = seconds_until(Message.objects.get().due_at) > 0.3
+        assert rests == (number > 10), number
 
 
 def test_a_naive_moment_is_refused_where_time_zones_are_used():

@@ -16,6 +16,7 @@ from django.db import OperationalError, connections
 from outbox import Topic, handler
 from outbox.management.commands import outbox_dispatch
 from outbox.management.stopping import SIGNALS, StopSignals
+from outbox.models import Attempt
 from outbox.registry import registry
 from tests.running import DEADLINE, Gate, put, settled, state
 from tests.waiting import wait_until
@@ -179,6 +180,15 @@ def test_two_handlers_of_one_name_are_refused():
         ["--database", "nowhere"],
         ["--lease", "0"],
         ["--poll", "0"],
+        ["--poll", "-1"],
+        ["--limit", "0"],
+        ["--concurrency", "0"],
+        ["--concurrency", "10001"],
+        ["--batch", "1000000"],
+        ["--grace", "-1"],
+        ["--lease", "nan"],
+        ["--lease", "inf"],
+        ["--lease", "1e308"],
     ],
     ids=" ".join,
 )
@@ -190,11 +200,7 @@ def test_what_makes_no_sense_is_a_usage_error(arguments):
     "arguments",
     [
         ["--once", "--drain"],
-        ["--limit", "0"],
-        ["--concurrency", "0"],
-        ["--grace", "-1"],
-        ["--lease", "nan"],
-        ["--lease", "inf"],
+        ["--limit", "some"],
         ["--poll", "soon"],
         ["--format", "xml"],
         ["--nonsense"],
@@ -206,13 +212,41 @@ def test_what_cannot_be_parsed_is_refused(arguments):
         run(*arguments)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch": None},
+        {"concurrency": 0},
+        {"concurrency": True},
+        {"lease": float("nan")},
+        {"lease": "soon"},
+        {"limit": 0},
+        {"once": True},
+        {"database": "nowhere"},
+    ],
+    ids=str,
+)
+def test_call_command_is_held_to_the_same(options):
+    with pytest.raises(CommandError) as caught:
+        call_command("outbox_dispatch", **{"drain": True} | options)
+    assert caught.value.returncode == 2
+
+
+def test_durations_may_have_units_and_be_strings(log):
+    put("order.paid")
+    call_command(
+        "outbox_dispatch", drain=True, lease="1m", poll="0.1s", grace="5", topic="order.*", stdout=io.StringIO()
+    )
+    assert log == ["order.paid"]
+
+
 def test_a_glob_without_a_topic_is_told(caplog):
     run("--drain", "--topic", "order.*", "--topic", "emial.*")
     assert "'emial.*'" in caplog.text
 
 
 def test_a_database_without_tables_is_refused(monkeypatch):
-    monkeypatch.setattr(outbox_dispatch.Message._meta, "db_table", "not_migrated")
+    monkeypatch.setattr(Attempt._meta, "db_table", "not_migrated")
     assert "manage.py migrate outbox --database default" in fails("--drain", code=1)
 
 

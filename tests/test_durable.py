@@ -139,9 +139,31 @@ def test_a_delivery_that_buries_is_a_failure_of_the_command():
     with pytest.raises(PostCommitEffectError) as caught:
         DurableCommand().execute(buy, [Effect(mail(), deliver=deliver)])
     assert isinstance(caught.value.errors["mail:1"], Bury)
-    assert "Dead, as asked, and kept until somebody acts: 'mail:1'." in str(caught.value)
+    assert "Nothing more is done for 'mail:1' (no such customer) until somebody acts." in str(caught.value)
     assert "pending" not in str(caught.value)
+    assert (caught.value.result.completed_effects, caught.value.result.pending_effects) == ((), ())
     assert Message.objects.dead().count() == 1
+
+
+def test_an_effect_that_expired_is_neither_completed_nor_pending(ran):
+    late = mail("mail:2", expires_at=timedelta(0))
+    effects = [Effect(mail(), deliver=lambda message: None), Effect(late, deliver=ran.append)]
+    with pytest.raises(PostCommitEffectError, match="expired before delivery") as caught:
+        DurableCommand().execute(buy, effects)
+    assert (caught.value.result.completed_effects, caught.value.result.pending_effects) == (("mail:1",), ())
+    assert (list(caught.value.errors), ran) == (["mail:2"], [])
+
+
+def test_an_effect_that_is_dead_since_an_earlier_command_is_an_error_again(ran):
+    def bury(message):
+        raise Bury("no such customer")
+
+    for deliver in (bury, ran.append):
+        with pytest.raises(PostCommitEffectError) as caught:
+            DurableCommand().execute(buy, [Effect(mail(), deliver=deliver)])
+        assert caught.value.result.pending_effects == ()
+    assert "the handler gave up on it" in str(caught.value)
+    assert ran == []
 
 
 def test_a_delivery_that_discards_completes_the_effect():

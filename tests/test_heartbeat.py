@@ -173,6 +173,17 @@ def test_renewal_that_fails_with_everything_else_is_waited_for(beating, monkeypa
     wait_until(lambda: lease.deadline > time.monotonic())
 
 
+def test_a_database_that_can_write_nothing_is_waited_for_though_it_answers(beating, monkeypatch):
+    """A full disk: claims that find nothing go on succeeding, renewals fail for longer than any lease."""
+    failures = [1] * 10_000
+    failing(monkeypatch, failures)
+    monkeypatch.setattr(heartbeat_module, "is_unwritable", lambda connection, error: True)
+    (lease,) = hold(seconds=0.2)
+    heartbeat = beating([lease], seconds=0.2)
+    wait_until(lambda: len(failures) < 9_940)
+    assert heartbeat.given_up == []
+
+
 def test_a_fault_is_told_and_survived(beating, monkeypatch, caplog):
     failing(monkeypatch, [1], error=ValueError)
     (lease,) = hold(seconds=3)

@@ -138,11 +138,35 @@ def test_an_outcome_that_cannot_be_written_at_all_costs_no_other_and_no_thread(w
         return real(using, settlements, **options)
 
     monkeypatch.setattr(settler_module, "settle", refusing)
+    monkeypatch.setattr(settler, "_seconds", 0.5)
     run(settler, [(lease, None) for lease in leases])
     wait_until(slots.is_empty)
     assert settler.counts == {"delivered": 2}
     assert fresh(leases[0].message).lease_token == leases[0].token  # it runs out, and the message is delivered again
     assert any("cannot be settled" in record.getMessage() for record in caplog.records)
+
+
+def test_what_is_refused_for_a_reason_unknown_is_tried_again_and_told_once(work, monkeypatch, caplog):
+    """Somebody may mend the database meanwhile, and the effect has happened: it must not come twice."""
+    monkeypatch.setattr(settler_module, "BUSY_PAUSE", 0.01)
+    slots, settler = work
+    leases = hold(slots, 1)
+    refusals = [IntegrityError("a trigger of the project's says no")] * 3
+    real = settler_module.settle
+
+    def refusing(*args, **options):
+        if refusals:
+            raise refusals.pop()
+        return real(*args, **options)
+
+    monkeypatch.setattr(settler_module, "settle", refusing)
+    run(settler, [(lease, None) for lease in leases])
+    wait_until(slots.is_empty)
+    assert settler.counts == {"delivered": 1}
+    assert settler._refused_since == {}
+    assert [record.getMessage().partition(";")[2] for record in caplog.records if record.exc_info] == [
+        " it is tried again."
+    ]
 
 
 def test_an_outage_is_waited_for_and_told_once(work, monkeypatch, caplog):

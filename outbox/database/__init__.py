@@ -1,7 +1,17 @@
 """Everything that differs between databases; no other package or module asks which one it talks to."""
 
 from outbox.database.clock import ServerNow, now_sql, server_now, with_clock
-from outbox.database.faults import LOSSES, RACES, close_quietly, code_of, is_duplicate, is_loss, is_race
+from outbox.database.faults import (
+    LOSSES,
+    RACES,
+    UNWRITABLE,
+    close_quietly,
+    code_of,
+    is_duplicate,
+    is_loss,
+    is_race,
+    is_unwritable,
+)
 from outbox.database.features import (
     OLDEST,
     can_listen,
@@ -38,6 +48,7 @@ __all__ = [
     "RACES",
     "ROUTES_PER_STATEMENT",
     "TRIES",
+    "UNWRITABLE",
     "Among",
     "ServerNow",
     "Stale",
@@ -59,6 +70,7 @@ __all__ = [
     "is_duplicate",
     "is_loss",
     "is_race",
+    "is_unwritable",
     "lane_heads",
     "lease_free",
     "locked",

@@ -26,14 +26,17 @@ RACES: dict[str, set[int | str]] = {
     "sqlite": {5, 6, 19},  # busy, locked, constraint (holder)
 }
 LOSSES: dict[str, set[int | str]] = {
-    # stop, idle, read-only, too many connections; disk full, out of memory, failing disk
-    "postgresql": {"57P01", "57P02", "57P03", "57P05", "25P03", "25006", "53300", "53100", "53200", "58030"},
-    # the same: 1021 and 1114 are full disks, 1180 an error during COMMIT
-    "mysql": {
-        *(1021, 1040, 1053, 1114, 1152, 1153, 1158, 1159, 1160, 1161, 1180, 1290, 1836, 1927),
-        *(2002, 2003, 2006, 2013, 2055),
-    },
-    "sqlite": {8, 10, 13, 14},  # read-only, failing disk, full disk, a file that cannot be opened
+    # stop, idle, too many connections
+    "postgresql": {"57P01", "57P02", "57P03", "57P05", "25P03", "53300"},
+    # the same; 1180 is an error during COMMIT
+    "mysql": {1040, 1053, 1152, 1153, 1158, 1159, 1160, 1161, 1180, 1927, 2002, 2003, 2006, 2013, 2055},
+    "sqlite": {14},  # a file that cannot be opened
+}
+UNWRITABLE: dict[str, set[int | str]] = {
+    # read-only, disk full, out of memory, failing disk
+    "postgresql": {"25006", "53100", "53200", "58030"},
+    "mysql": {1290, 1836, 1021, 1114},  # read-only twice, disk full twice
+    "sqlite": {8, 10, 13},  # read-only, failing disk, disk full
 }
 
 
@@ -47,12 +50,17 @@ def is_duplicate(connection: Any, error: BaseException) -> bool:
     return code_of(error) in {"postgresql": ("23505",), "mysql": (1062,), "sqlite": (19,)}.get(connection.vendor, ())
 
 
+def is_unwritable(connection: Any, error: BaseException) -> bool:
+    """Whether the database, though it may answer, can write nothing now: its disk is full, or it is read-only."""
+    return code_of(error) in UNWRITABLE.get(connection.vendor, set())
+
+
 def is_loss(connection: Any, error: BaseException) -> bool:
     """Whether the database went away, or can write nothing now: close this thread's connection and try again later.
 
     A fail-over to a read-only server (InternalError) counts, so does any error of a connection that is closed now.
     """
-    if isinstance(error, InterfaceError):
+    if isinstance(error, InterfaceError) or is_unwritable(connection, error):
         return True
     code = code_of(error)
     if code in LOSSES.get(connection.vendor, set()) or (isinstance(code, str) and code.startswith("08")):

@@ -19,9 +19,9 @@ Status = Literal["settled", "lost", "busy"]
 class Settlement:
     """How the attempt of one lease ended.
 
-    ``state`` pending means: again in ``wait`` seconds, or at ``until``. ``refund`` gives the attempt back to the
-    budget, if it was charged. ``error`` is stored, ``cause`` is what it was made of. ``duration`` is in seconds, None
-    when the handler never ran.
+    ``state`` pending means: again at ``until``, or in ``wait`` seconds if that is None or past. ``refund`` gives the
+    attempt back to the budget, if it was charged. ``error`` is stored, ``cause`` is what it was made of. ``duration``
+    is in seconds, None when the handler never ran.
     """
 
     lease: Lease

@@ -176,6 +176,9 @@ def _continue(before: Lease, after: Lease) -> Lease:
 def _closing(settlement: Settlement, row: _Row) -> Closing:
     refund = settlement.refund and settlement.lease.charged and row.spent > 0
     duration = settlement.duration
+    again_at = row.clock + timedelta(seconds=min(settlement.wait, LONGEST_WAIT))
+    if settlement.until is not None and settlement.until > row.clock:
+        again_at = settlement.until
     return Closing(
         pk=row.pk,
         token=settlement.lease.token,
@@ -185,7 +188,7 @@ def _closing(settlement: Settlement, row: _Row) -> Closing:
         outcome=settlement.outcome,
         stays=settlement.stays,
         reason=settlement.reason,
-        due_at=settlement.until or row.clock + timedelta(seconds=min(settlement.wait, LONGEST_WAIT)),
+        due_at=again_at,
         spent=row.spent - int(refund),
         error=settlement.error,
         started_at=None if duration is None else row.clock - timedelta(seconds=duration),

@@ -14,7 +14,8 @@ from django.core.management.base import CommandError, CommandParser
 
 from outbox.database import server_now
 from outbox.fields import from_micros
-from outbox.management.operator import USAGE, OperatorCommand, since
+from outbox.management.arguments import USAGE, since
+from outbox.management.operator import OperatorCommand
 from outbox.management.printing import number, table
 from outbox.models import Message, MessageQuerySet, Reason, State
 from outbox.operations import BATCH, Done

@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from argparse import ArgumentTypeError
 from collections.abc import Iterable
-from datetime import datetime, timedelta
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import Error, connections, router
-from django.utils import timezone
-from django.utils.dateparse import parse_datetime
 
+from outbox.management.arguments import as_parsed
 from outbox.management.printing import Progress, to_json
 from outbox.models import Message
 from outbox.texts import storable
 
-USAGE = 2  # exit codes; 1 is any other error
-THRESHOLD = 3
+THRESHOLD = 3  # an exit code
 LARGEST_ID = 2**63 - 1
-LONGEST = 36525 * 86400.0  # seconds
-
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d|)\Z", re.ASCII)
-
-
-def duration(text: str) -> float:
-    """Seconds, from ``90``, ``1.5h`` or ``30d``."""
-    match = _DURATION.match(text.strip())
-    if match is None:
-        raise ArgumentTypeError(f"{text!r} is no duration: give seconds, or a number with s, m, h or d, as in 30d")
-    seconds = float(match[1]) * _UNITS[match[2]]
-    if seconds > LONGEST:
-        raise ArgumentTypeError(f"{text!r} is longer than a century")
-    return seconds
-
-
-def since(text: str) -> timedelta | datetime:
-    """An age such as ``2h``, or a point in time in ISO 8601 (without an offset: in TIME_ZONE)."""
-    if _DURATION.match(text.strip()):
-        return timedelta(seconds=duration(text))
-    try:
-        instant = parse_datetime(text)
-    except ValueError:
-        instant = None
-    if instant is None:
-        raise ArgumentTypeError(f"{text!r} is neither an age (2h, 30d) nor a time (2026-07-01T12:00)")
-    return instant if timezone.is_aware(instant) else timezone.make_aware(instant)
 
 
 class OperatorCommand(BaseCommand):
@@ -68,7 +35,8 @@ class OperatorCommand(BaseCommand):
     def add_options(self, parser: CommandParser) -> None:
         """Add the command's own arguments."""
 
-    def handle(self, *args: Any, **options: Any) -> None:
+    def handle(self, *args: Any, **given: Any) -> None:
+        options = as_parsed(self, given)
         self.using: str = options["database"] or router.db_for_write(Message)
         self.as_json: bool = options["format"] == "json"
         try:

@@ -8,12 +8,13 @@ import os
 import sys
 import threading
 import time
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from django.apps import apps
 from django.core.management.base import BaseCommand, CommandError
 from django.db import Error, connections, router
 
@@ -21,7 +22,7 @@ from outbox.conf import options
 from outbox.database import close_quietly
 from outbox.dispatcher import LAST_WRITES, Dispatcher
 from outbox.handlers import Handler, registry
-from outbox.management.operator import USAGE
+from outbox.management.arguments import USAGE, as_parsed, duration
 from outbox.management.stopping import StopSignals
 from outbox.models import Message
 from outbox.plans import Plan
@@ -34,17 +35,11 @@ COUNTS = ("processed", "delivered", "retried", "dead", "discarded", "skipped")
 
 
 def seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ArgumentTypeError(f"{text} is no number of seconds, 0 or more")
-    return value
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ArgumentTypeError(f"{text} is not at least 1")
-    return value
+    """A number of seconds, also ``1e-3``, or a duration with a unit; the plan says what is too small or too large."""
+    try:
+        return float(text)
+    except ValueError:
+        return duration(text)
 
 
 class Command(BaseCommand):
@@ -72,11 +67,11 @@ class Command(BaseCommand):
             metavar="ALIAS",
             help="may be repeated; default: where the router writes messages",
         )
-        add("--concurrency", type=positive, default=current.CONCURRENCY, help="handlers at once (%(default)s)")
+        add("--concurrency", type=int, default=current.CONCURRENCY, help="handlers at once (%(default)s)")
         mode = parser.add_mutually_exclusive_group()
         mode.add_argument("--once", action="store_true", help="one claim; deliver that and exit")
         mode.add_argument("--drain", action="store_true", help="deliver until nothing is due now, and exit")
-        add("--limit", type=positive, help="start at most so many messages, and exit")
+        add("--limit", type=int, help="start at most so many messages, and exit")
         add(
             "--lease",
             type=seconds,
@@ -85,13 +80,14 @@ class Command(BaseCommand):
         )
         add("--poll", type=seconds, default=current.POLL, help="seconds between two looks (%(default)s)")
         add("--grace", type=seconds, default=current.GRACE, help="seconds a stop waits for handlers (%(default)s)")
-        add("--batch", type=positive, default=current.BATCH, help="messages in one claim at most (%(default)s)")
+        add("--batch", type=int, default=current.BATCH, help="messages in one claim at most (%(default)s)")
         add("--exit-on-db-error", action="store_true", help="exit with 1 instead of waiting for the database")
         add("--format", choices=("text", "json"), default="text", help="of the report (%(default)s)")
 
-    def handle(self, *args: Any, stop_event: threading.Event | None = None, **given: Any) -> None:
-        handlers = _selected(_list(given["topic"]), _list(given["exclude_topic"]))
-        aliases = list(dict.fromkeys(_list(given["database"]) or [router.db_for_write(Message)]))
+    def handle(self, *args: Any, stop_event: threading.Event | None = None, **options: Any) -> None:
+        given = as_parsed(self, options)
+        handlers = _selected(given["topic"], given["exclude_topic"])
+        aliases = list(dict.fromkeys(given["database"] or [router.db_for_write(Message)]))
         for using in aliases:
             _check_table(using)
         dispatchers = [Dispatcher(_plan(using, handlers, given)) for using in aliases]
@@ -125,11 +121,6 @@ class Command(BaseCommand):
             self.stdout.write(", ".join(f"{name} {counts[name]}" for name in COUNTS))
 
 
-def _list(given: str | Sequence[str]) -> list[str]:
-    """The values of a repeatable option; `call_command` may pass a single one."""
-    return [given] if isinstance(given, str) else list(given)
-
-
 def _selected(topics: list[str], excluded: list[str]) -> list[Handler]:
     """The handlers to serve. Refuses while a required topic has none, or two handlers share a name."""
     missing = registry.unhandled(required=True)
@@ -143,9 +134,6 @@ def _selected(topics: list[str], excluded: list[str]) -> list[Handler]:
         names = ", ".join(sorted({each.name for each in registry.duplicates}))
         hint = "Give each its own: @handler(..., name=…)."
         raise CommandError(f"Several handlers are named {names}. {hint}", returncode=1)
-    for glob in topics:
-        if not any(fnmatchcase(each.topic, glob) for each in registry.handlers()):
-            logger.warning("No topic with a handler matches %r.", glob)
     handlers = [
         each
         for each in registry.handlers()
@@ -155,6 +143,9 @@ def _selected(topics: list[str], excluded: list[str]) -> list[Handler]:
     if not handlers:
         known = ", ".join(sorted({each.topic for each in registry.handlers()})) or "none"
         raise CommandError(f"No handler matches; topics with a handler: {known}.", returncode=USAGE)
+    for glob in dict.fromkeys(topics):
+        if not any(fnmatchcase(each.topic, glob) for each in registry.handlers()):
+            logger.warning("No topic with a handler matches %r.", glob)
     return handlers
 
 
@@ -172,28 +163,33 @@ def _check_table(using: str) -> None:
     finally:
         if not connection.in_atomic_block:
             close_quietly(using)  # this thread will not need it again
-    if Message._meta.db_table not in tables:
+    missing = {model._meta.db_table for model in apps.get_app_config("outbox").get_models()}.difference(tables)
+    if missing:
         raise CommandError(
-            f"The database {using!r} has no outbox tables. Run: manage.py migrate outbox --database {using}",
+            f"The database {using!r} lacks {', '.join(sorted(missing))}. "
+            f"Run: manage.py migrate outbox --database {using}",
             returncode=1,
         )
 
 
 def _plan(using: str, handlers: list[Handler], given: dict[str, Any]) -> Plan:
-    if given["lease"] <= 0 or given["poll"] <= 0:
-        raise CommandError("--lease and --poll must be greater than 0.", returncode=USAGE)
-    return Plan(
-        using=using,
-        handlers=handlers,
-        concurrency=given["concurrency"],
-        lease=given["lease"],
-        poll=given["poll"],
-        grace=given["grace"],
-        batch=given["batch"],
-        mode="once" if given["once"] else "drain" if given["drain"] else "run",
-        limit=given["limit"],
-        exit_on_database_error=given["exit_on_db_error"],
-    )
+    if given["once"] and given["drain"]:
+        raise CommandError("--once and --drain contradict one another.", returncode=USAGE)
+    try:
+        return Plan(
+            using=using,
+            handlers=handlers,
+            concurrency=given["concurrency"],
+            lease=given["lease"],
+            poll=given["poll"],
+            grace=given["grace"],
+            batch=given["batch"],
+            mode="once" if given["once"] else "drain" if given["drain"] else "run",
+            limit=given["limit"],
+            exit_on_database_error=given["exit_on_db_error"],
+        )
+    except ValueError as error:
+        raise CommandError(f"--{error}", returncode=USAGE) from None
 
 
 def _run(dispatchers: Sequence[Dispatcher], signals: StopSignals, stop_event: threading.Event | None) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from outbox.management.operator import OperatorCommand, duration
+from outbox.management.arguments import duration
+from outbox.management.operator import OperatorCommand
 from outbox.management.printing import facts
 from outbox.retention import Pruned, prune
 

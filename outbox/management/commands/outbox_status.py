@@ -12,7 +12,8 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
-from outbox.management.operator import THRESHOLD, USAGE, OperatorCommand, duration
+from outbox.management.arguments import USAGE, duration
+from outbox.management.operator import THRESHOLD, OperatorCommand
 from outbox.management.printing import number, table
 from outbox.models import Dispatcher
 from outbox.overview import COUNTS, Alias, Counts, Overview, aliases, overview
@@ -49,7 +50,11 @@ def threshold(text: str) -> Threshold:
             "as in 'dead>0' or 'oldest>5m'"
         )
     measure, sign, limit = match.groups()
-    return Threshold(text=text, measure=measure, compare=COMPARISONS[sign], limit=duration(limit))
+    try:
+        bound = duration(limit)
+    except ArgumentTypeError:
+        raise ArgumentTypeError(f"{text!r}: {limit!r} is neither a number nor a duration such as 5m") from None
+    return Threshold(text=text, measure=measure, compare=COMPARISONS[sign], limit=bound)
 
 
 class Command(OperatorCommand):
@@ -83,6 +88,8 @@ class Command(OperatorCommand):
             raise CommandError("A condition on 'delivered' needs a period: --delivered-within 1h.", returncode=USAGE)
         found = overview(self.using, delivered_within=options["delivered_within"])
         topics = {name: counts for name, counts in found.topics.items() if fnmatchcase(name, options["topic"])}
+        if options["fail_if"] and options["topic"] != "*" and not topics:
+            raise CommandError(f"No topic matches {options['topic']!r}: nothing is watched.", returncode=USAGE)
         total = sum(topics.values(), Counts())
         others = aliases()
         measures = {
