@@ -17,7 +17,7 @@ class Options:
 
     # Claiming and delivering
     LEASE: float = 60.0  # how long a claim lasts between two renewals
-    POLL: float = 1.0  # longest pause between two looks at the table
+    POLL: float = 1.0  # pause between two looks at the table; 10 to 30 % are added at random
     GRACE: float = 30.0  # how long a stop waits for running handlers
     CONCURRENCY: int = 20  # handlers running at once in one dispatcher process (slots)
     SHARE: float = 0.5  # part of the slots that one handler may fill
@@ -33,6 +33,12 @@ class Options:
     BACKOFF_CAP: float = 3600.0  # largest bound
     MAX_ERROR_CHARS: int = 4000  # of an error text that is kept
     MAX_TRACEBACK_CHARS: int = 20000  # of a traceback that is kept
+
+    # When the other side is down
+    BREAKER_FAILURES: int = 3  # messages in a row that must find it unavailable, until their handler pauses; 0: never
+    BREAKER_PAUSE: float = 5.0  # bound of the first wait for a probe; doubled with each probe
+    BREAKER_PAUSE_CAP: float = 60.0  # largest bound
+    OUTAGE_PATIENCE: float = 3 * 86400.0  # age of a message from which on "unavailable" costs its budget
 
     # Staging
     MAX_PAYLOAD_BYTES: int = 1024 * 1024  # of the payload as UTF-8 JSON

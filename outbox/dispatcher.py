@@ -12,28 +12,30 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from django.db import Error, reset_queries
 
+from outbox.appetite import Appetite
+from outbox.breakers import Breakers
 from outbox.database import close_quietly
 from outbox.heartbeat import Heartbeat
 from outbox.housekeeping import Housekeeping
 from outbox.leases import Claim, Claimer, Lease, Settled, Settlement, charge
 from outbox.models import Outcome
 from outbox.outages import Outage
-from outbox.plans import NOTHING, Plan, Progress, closed
+from outbox.plans import Plan, closed
 from outbox.registration import REPORT_EVERY, Registration, worker_name
 from outbox.settler import Settler
-from outbox.slots import Slots, Want
-from outbox.solitude import Solitude
+from outbox.slots import Slots
 from outbox.verdicts import release, timed_out
 from outbox.wakeup import Waiter
 from outbox.workers import Workers
 
 logger = logging.getLogger("outbox")
 
-POLL_JITTER = 0.2  # of the poll interval, added at random: processes started together shall not look together
+POLL_JITTER = (0.1, 0.3)  # of the poll interval, added at random: processes started together shall not look together
 CONTENDED_PAUSE = 0.05  # seconds at most before looking again at rows that somebody else was taking
 SHORT_RUN_TRIES = 3  # of a claim while the database is away, in runs that shall end by themselves
 LAST_WRITES = 5.0  # seconds beyond the grace for writing the last outcomes
@@ -48,9 +50,8 @@ class Dispatcher:
         self.name = worker_name()
         self.failure: str | None = None
         self.left_running = 0
-        self._progress = Progress(plan)
         self._stopping = threading.Event()
-        self._waiter = Waiter(plan.using, plan.poll * (1 + POLL_JITTER))
+        self._waiter = Waiter(plan.using, plan.poll * (1 + POLL_JITTER[1]))
         self._claimer = Claimer(using=plan.using, worker=self.name, handlers=plan.handlers)
         self._slots = Slots(
             concurrency=plan.concurrency,
@@ -59,12 +60,16 @@ class Dispatcher:
             lease_seconds=plan.lease,
             prefetch=plan.limit is None,
         )
+        self._breakers = Breakers(
+            using=plan.using, handlers=plan.handlers, concurrency=plan.concurrency, worker=self.name
+        )
+        self._appetite = Appetite(plan, self._slots, self._breakers)
         self._settler = Settler(
             using=plan.using,
             slots=self._slots,
             batch=plan.batch,
             seconds=plan.lease,
-            may_continue=self._may_continue,
+            may_continue=lambda lease: not self._stopping.is_set() and self._appetite.may_continue(lease),
             woke=self._has_settled,
         )
         self._workers = Workers(self._slots, self._report_outcome)
@@ -87,7 +92,6 @@ class Dispatcher:
         self._worked_at = time.monotonic()
         self._reported_at = -REPORT_EVERY
         self._outage = Outage(plan.using, f"Dispatcher {self.name}")
-        self._solitude = Solitude()
         self._closed: Counter[str] = Counter()
         self._hungry = True
         self._nudged = False
@@ -117,6 +121,7 @@ class Dispatcher:
         return self._slots.abandoned()
 
     def _report_outcome(self, lease: Lease, outcome: Settlement | Settled) -> None:
+        self._breakers.note(outcome.settlement if isinstance(outcome, Settled) else outcome)
         self._settler.put(lease, outcome)
         if self._hungry:
             self._nudge()
@@ -129,10 +134,6 @@ class Dispatcher:
         if not self._nudged:
             self._nudged = True
             self._waiter.wake()
-
-    def _may_continue(self, _lease: Lease) -> bool:
-        """Whether a settled lane may go on in this process at once, instead of being woken for anybody."""
-        return self._progress.may_hand_over and not (self._stopping.is_set() or self._solitude.occupied)
 
     def _report_alive(self) -> None:
         now = time.monotonic()
@@ -176,7 +177,7 @@ class Dispatcher:
             try:
                 was_empty = self._slots.is_empty()
                 claim = self._pass()
-                if self._progress.is_fulfilled(claim, was_empty=was_empty, is_empty=self._slots.is_empty()):
+                if self._appetite.progress.is_fulfilled(claim, was_empty=was_empty, is_empty=self._slots.is_empty()):
                     return
                 if not (claim.leases or claim.more or (claim.lonely and self._slots.is_empty())):
                     self._wait(contended=claim.contended)
@@ -187,29 +188,27 @@ class Dispatcher:
     def _pass(self) -> Claim:
         """One round: free the slots of handlers that are out of time, start what is queued, claim what fits."""
         self._abandon_overdue()
-        want = self._within(self._slots.want_for_others())
+        want = self._appetite.for_others()
         if want.limit <= 0:
             self._start_queued()
-            want = self._within(self._slots.want())
+            want = self._appetite.now()
+        for name in self._breakers.take_opened():
+            self._give_back(self._slots.unqueue(name))
         if want.limit <= 0 or not any(want.room.values()):
             self._hungry = True
             return Claim()
         self._settler.forget_due()
-        alone = self._solitude.is_welcome(empty=self._slots.is_empty())
-        claim = self._claimer.claim(want.limit, seconds=self.plan.lease, start=want.start, room=want.room, alone=alone)
+        claim = self._claimer.claim(
+            want.limit, seconds=self.plan.lease, start=want.start, room=want.room, alone=self._appetite.alone
+        )
         self._worked_at = time.monotonic()
         self._outage.over()
-        self._progress.note(claim)
+        self._appetite.note(claim)
         self._slots.add(claim.leases)
-        self._solitude.note(claim)
         self._closed.update(closed(claim))
         self._hungry = claim.more or claim.lonely or len(claim.leases) >= want.limit
         self._start_queued()
         return claim
-
-    def _within(self, want: Want) -> Want:
-        may_claim = self._solitude.may_claim(empty=self._slots.is_empty())
-        return self._progress.within(want) if may_claim else NOTHING
 
     def _start_queued(self) -> None:
         """Charge the queued messages for which a slot is free, and start them."""
@@ -239,8 +238,9 @@ class Dispatcher:
 
     def _wait(self, *, contended: bool) -> None:
         now = time.monotonic()
-        longest = self.plan.poll * (1 + random.uniform(0, POLL_JITTER))  # noqa: S311 - jitter, not secrecy
-        timeout = min(longest, self._slots.next_timeout(), self._settler.next_due() - now)
+        longest = self.plan.poll * (1 + random.uniform(*POLL_JITTER))  # noqa: S311 - jitter, not secrecy
+        moments = (self._settler.next_due(), self._breakers.next_look())
+        timeout = min(longest, self._slots.next_timeout(), min(moments) - now)
         if contended:
             timeout = min(timeout, random.uniform(0.2, 1) * CONTENDED_PAUSE)  # noqa: S311
         self._waiter.wait(max(0.0, timeout))
@@ -259,8 +259,7 @@ class Dispatcher:
         """Give back what has not started, wait for what runs, and write the last outcomes."""
         deadline = time.monotonic() + self.plan.grace
         self._stopping.set()
-        for lease in self._slots.withdraw():
-            self._settler.put(lease, release(lease))
+        self._give_back(self._slots.withdraw())
         while True:
             self._nudged = False
             self._abandon_overdue()
@@ -276,6 +275,10 @@ class Dispatcher:
             self._registration.leave()
         self._waiter.close()
         close_quietly(self.plan.using)
+
+    def _give_back(self, leases: Sequence[Lease]) -> None:
+        for lease in leases:
+            self._settler.put(lease, release(lease))
 
     def _interrupt(self) -> None:
         """Settle what still runs; in a lane it rests until this process is gone, so that nothing there overlaps."""

@@ -13,7 +13,7 @@ from outbox.database import with_clock
 from outbox.handlers import Handler, registry
 from outbox.lanes import heads
 from outbox.models import Intervention, Message, Reason, State, Verb
-from outbox.overview import live_dispatchers, serves
+from outbox.overview import live_dispatchers, open_breakers, serves
 from outbox.texts import moment, one_line, span
 
 
@@ -65,7 +65,7 @@ class _Case:
     def diagnose(self, *, in_lane: bool = True) -> Diagnosis:
         looks: list[Callable[[], Diagnosis | None]] = [self._settled, self._in_flight, self._unroutable]
         looks += [self._behind] if in_lane else []
-        looks += [self._asleep, self._later, self._ends_at_its_claim, self._unattended, self._lapsed]
+        looks += [self._asleep, self._later, self._ends_at_its_claim, self._unattended, self._paused, self._lapsed]
         for look in looks:
             found = look()
             if found is not None:
@@ -91,8 +91,11 @@ class _Case:
         return f"{self.row.spent}{budget} attempts"
 
     def _verb(self, verb: str) -> str:
+        return self._command(f"outbox_{verb} {self.row.pk}")
+
+    def _command(self, command: str) -> str:
         database = "" if self.using == router.db_for_write(Message) else f" --database {self.using}"
-        return f"manage.py outbox_{verb} {self.row.pk}{database}"
+        return f"manage.py {command}{database}"
 
     # --- settled ------------------------------------------------------------------------------------------------------
 
@@ -225,6 +228,20 @@ class _Case:
                 f"{due}, but none of the live dispatchers ({names}) runs handler {self.row.handler!r}",
                 "restart them with the present code, or start one that does not exclude it",
             )
+        return None
+
+    def _paused(self) -> Diagnosis | None:
+        name = self.handler.name if self.handler else self.row.handler
+        for breaker in open_breakers(self.using):
+            if breaker.handler == name:
+                cause = one_line(f"{breaker.error_type}: {breaker.error_text}", 160).rstrip(".")
+                return self._say(
+                    "paused",
+                    f"is due since {self._at(self.row.due_at)}, but its handler pauses since "
+                    f"{self._at(breaker.opened_at)}, because the other side is down ({cause})",
+                    "it goes on by itself once a probe is answered; if you know better: "
+                    + self._command(f"outbox_reset {name}"),
+                )
         return None
 
     def _lapsed(self) -> Diagnosis | None:

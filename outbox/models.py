@@ -248,3 +248,29 @@ class Dispatcher(models.Model):
 
     def __str__(self) -> str:
         return one_line(self.name)
+
+
+class Breaker(models.Model):
+    """A handler whose other side is down: until the row is gone, its messages are left alone but for a probe."""
+
+    id = models.BigAutoField(primary_key=True)
+    handler = ExactCharField(_("handler"), max_length=100, unique=True)
+    opened_at = InstantField(_("open since"))
+    probe_at = InstantField(_("next probe at"))
+    probes = models.PositiveIntegerField(_("probes"), default=0)
+    worker = ExactCharField(_("opened by"), max_length=120, default="")
+    probed_by = ExactCharField(_("last probed by"), max_length=120, default="")
+    error_type = ExactCharField(_("error type"), max_length=255, default="")
+    error_code = ExactCharField(_("error code"), max_length=100, default="")
+    error_text = ExactTextField(_("error"), default="")
+
+    if TYPE_CHECKING:
+        clock: datetime
+
+    class Meta:
+        verbose_name = _("open breaker")
+        verbose_name_plural = _("open breakers")
+        permissions: ClassVar = [("reset_breaker", "Can close breakers")]
+
+    def __str__(self) -> str:
+        return one_line(self.handler)

@@ -13,10 +13,10 @@ from typing import Any
 from django.db import Error, connections
 from django.db.models import Count, Min, Q
 
-from outbox.database import ServerNow, server_now
+from outbox.database import ServerNow, server_now, with_clock
 from outbox.fields import from_micros
 from outbox.handlers import registry
-from outbox.models import Dispatcher, Message, State
+from outbox.models import Breaker, Dispatcher, Message, State
 
 MANY = 1000  # due messages of a database that are counted to say that it is abandoned
 COUNTS = ("due", "scheduled", "retrying", "in_flight", "waiting", "dead")
@@ -59,6 +59,7 @@ class Overview:
     topics: dict[str, Counts]
     unroutable: dict[str, int]
     dispatchers: list[Dispatcher] = field(default_factory=list)
+    breakers: list[Breaker] = field(default_factory=list)
 
     @property
     def total(self) -> Counts:
@@ -92,6 +93,7 @@ def overview(using: str, *, delivered_within: float = 0.0) -> Overview:
         topics=dict(sorted(topics.items())),
         unroutable=dict(sorted(unroutable.items())),
         dispatchers=live_dispatchers(using),
+        breakers=open_breakers(using),
     )
 
 
@@ -132,6 +134,11 @@ def _delivered_since(using: str, since: datetime) -> dict[str, int]:
 def live_dispatchers(using: str) -> list[Dispatcher]:
     """Dispatchers that reported lately, those that are stopping included, oldest first."""
     return list(Dispatcher.objects.using(using).filter(lost_at__gt=ServerNow()).order_by("started_at", "pk"))
+
+
+def open_breakers(using: str) -> list[Breaker]:
+    """Breakers of handlers whose other side is down, by the handlers' names."""
+    return list(with_clock(Breaker.objects.using(using).order_by("handler")))
 
 
 def serves(dispatcher: Dispatcher, message: Message) -> bool:

@@ -23,12 +23,13 @@ from outbox import wakeup
 from outbox.conf import options
 from outbox.database import ServerNow, again, impatient_transaction, is_race, locked, server_now
 from outbox.fields import EPOCH, from_micros
-from outbox.models import Attempt, Dispatcher, Intervention, Message, MessageQuerySet, State
+from outbox.models import Attempt, Breaker, Dispatcher, Intervention, Message, MessageQuerySet, State
 
 BATCH = 500  # rows in one transaction
 REFUSALS = 20  # locks that did not come in time, after which all the rest is left for the next time
 ORPHAN_WINDOW = 5000  # attempts or interventions looked at by one statement
 FORGET_DISPATCHER = timedelta(days=1)  # after it was believed lost
+FORGET_BREAKER = timedelta(days=7)  # after its last probe was due
 CENTURY = 36525 * 86400.0  # seconds
 SWEEP_WINDOW = 10_000  # unfinished rows of lanes looked at by one statement
 SWEEP_WINDOWS = 10  # of one sweep
@@ -50,6 +51,7 @@ class Pruned:
     dead: int = 0
     orphans: int = 0
     dispatchers: int = 0
+    breakers: int = 0
     busy: int = 0
 
 
@@ -104,6 +106,7 @@ def prune(
         dead=_rows(run, State.DEAD, dead_age),
         orphans=_orphans(run, Attempt) + _orphans(run, Intervention),
         dispatchers=_dispatchers(run),
+        breakers=_breakers(run),
     )
     return replace(result, busy=len(run.busy))
 
@@ -224,6 +227,12 @@ def _windows(run: _Run, manager: Any) -> Iterator[tuple[int, int]]:
             return
         yield low, high
         low = high
+
+
+def _breakers(run: _Run) -> int:
+    """Breakers that nobody probes any more: their handlers are gone, or have had nothing to do."""
+    rows = Breaker.objects.using(run.using).filter(probe_at__lt=run.now - FORGET_BREAKER)
+    return rows.count() if run.dry_run else again(run.using, rows.delete)[0]
 
 
 def _dispatchers(run: _Run) -> int:

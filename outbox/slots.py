@@ -105,6 +105,19 @@ class Slots:
             free = self.concurrency - len(self._occupied) if any(room.values()) else 0
             return Want(limit=free, start=free, room=room)
 
+    def load(self) -> dict[str, int]:
+        """By handler name how many messages are held."""
+        with self._lock:
+            return {name: self._busy[name] + len(leases) for name, leases in self._queued.items()}
+
+    def unqueue(self, name: str) -> list[Lease]:
+        """Take back what is queued of one handler, to give it back to the database."""
+        with self._lock:
+            leases = list(self._queued[name])
+            self._queued[name].clear()
+            self._ending.update(leases)
+            return leases
+
     def _stock(self, handler: Handler) -> int:
         """How many messages of a handler to hold ready: what it does in a part of the lease, if more than its slots."""
         mean = self._means.get(handler.name)

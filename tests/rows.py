@@ -10,7 +10,7 @@ from model_bakery import baker
 
 from outbox.database import server_now
 from outbox.fields import from_micros
-from outbox.models import Dispatcher, Message, State
+from outbox.models import Breaker, Dispatcher, Message, State
 
 _numbers = count(1)
 
@@ -100,6 +100,13 @@ def dispatcher(using="default", *, seen=0.0, lost_in=60.0, **fields):
             | fields
         ),
     )
+
+
+def breaker(handler="order.paid", *, since=120.0, probe_in=30.0, using="default", **fields):
+    """The open breaker of a handler."""
+    error = {"error_type": "outbox.exceptions.Unavailable", "error_text": "connection refused"}
+    times = {"opened_at": ago(since, using), "probe_at": ahead(probe_in, using)}
+    return baker.make(Breaker, _using=using, **({"handler": handler} | error | times | fields))
 
 
 def at_once(*functions):

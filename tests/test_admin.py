@@ -4,6 +4,7 @@ import re
 from html import unescape
 
 import pytest
+from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission
 from django.db import connection, connections
 from django.test.utils import CaptureQueriesContext
@@ -12,7 +13,7 @@ from django.urls import reverse
 from outbox.admin import counting
 from outbox.admin.places import Place, place_of, rows_at, tallies
 from outbox.handlers import Topic, handler, registry
-from outbox.models import Attempt, Message
+from outbox.models import Attempt, Breaker, Message
 from tests import rows
 
 pytestmark = pytest.mark.django_db
@@ -532,6 +533,34 @@ def test_dispatchers_are_live_stopping_or_lost(admin_client):
 def test_a_dispatcher_has_a_page(admin_client):
     row = rows.dispatcher(name="one", host="web-1", pid=77)
     assert "web-1 · 77" in text_of(admin_client.get(f"/admin/outbox/dispatcher/{row.pk}/change/"))
+
+
+def test_an_open_breaker_says_why_and_when_it_is_tried(admin_client):
+    rows.breaker("mail", since=94, probe_in=30, probes=4)
+    rows.breaker("sms", probe_in=-1)
+    text = text_of(admin_client.get("/admin/outbox/breaker/"))
+    assert re.search(
+        r"mail 1 min ago in (29|30) s 4 Unavailable: connection refused sms .* with the next message", text
+    )
+
+
+def test_a_breaker_has_a_page(admin_client):
+    row = rows.breaker("mail", worker="web-1:7:ab")
+    assert "web-1:7:ab" in text_of(admin_client.get(f"/admin/outbox/breaker/{row.pk}/change/"))
+
+
+def test_a_breaker_may_be_closed_by_those_who_have_the_right(client, admin_client, django_user_model):
+    row, other = rows.breaker("mail"), rows.breaker("sms")
+    chosen = {"action": "reset", "_selected_action": [row.pk]}
+    clerk = django_user_model.objects.create_user("clerk", password="x", is_staff=True)
+    clerk.user_permissions.add(Permission.objects.get(codename="view_breaker"))
+    client.force_login(clerk)
+    client.post("/admin/outbox/breaker/", chosen)
+    assert Breaker.objects.count() == 2
+    text = text_of(admin_client.post("/admin/outbox/breaker/", chosen, follow=True))
+    assert "1 breaker was closed" in text
+    assert Breaker.objects.get() == other
+    assert LogEntry.objects.get().object_repr == "mail"
 
 
 # --- around the list --------------------------------------------------------------------------------------------------

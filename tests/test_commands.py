@@ -12,7 +12,7 @@ from outbox import retention
 from outbox.fields import JsonText
 from outbox.handlers import Topic, handler, registry
 from outbox.management.printing import Progress, facts, table
-from outbox.models import Attempt, Intervention, Message, State
+from outbox.models import Attempt, Breaker, Intervention, Message, State
 from outbox.operations import requeue
 from outbox.overview import overview
 from tests import rows
@@ -193,6 +193,30 @@ def test_arguments_of_call_command_are_parsed_like_those_of_a_command_line(one_o
     assert caught.value.returncode == 2
     with pytest.raises(CommandError, match="choose from text, json"):
         call_command("outbox_status", format="xml")
+
+
+def test_status_names_the_handlers_that_pause():
+    rows.breaker("mail", since=120, probe_in=30.9, error_text="connection\nrefused")
+    rows.breaker("sms", probe_in=-1)
+    text = run("outbox_status")
+    assert "Handler 'mail' pauses since" in text
+    assert re.search(r"\(outbox.exceptions.Unavailable: connection refused\); the next probe is sent in \d+ s\.", text)
+    assert "the next probe is sent with the next message." in text
+    assert [each["handler"] for each in data("outbox_status")["breakers"]] == ["mail", "sms"]
+    assert "breakers>1 (breakers is 2)" in fails("outbox_status", "--fail-if", "breakers>1", code=3)
+
+
+def test_reset_closes_breakers():
+    rows.breaker("mail"), rows.breaker("sms"), rows.breaker("fax")
+    assert run("outbox_reset", "mail", "nope") == "Closed: mail.\nNot open: nope.\n"
+    assert data("outbox_reset", "--all") == {"closed": ["fax", "sms"], "not_open": []}
+    assert run("outbox_reset", "--all") == "No breaker is open.\n"
+    assert not Breaker.objects.exists()
+
+
+@pytest.mark.parametrize("arguments", [(), ("mail", "--all")], ids=str)
+def test_reset_wants_to_be_told_which(arguments):
+    assert "Say which" in fails("outbox_reset", *arguments, code=2)
 
 
 def test_status_wants_a_period_for_a_condition_on_deliveries():
@@ -488,7 +512,16 @@ def test_prune_takes_ages_and_prints_counts(monkeypatch):
     monkeypatch.setattr(retention._Run, "rest", lambda run, seconds: None)
     rows.delivered(3 * 86400), rows.delivered(10 * 86400), rows.dead(10 * 86400)
     arguments = ["outbox_prune", "--payloads-after", "2d", "--after", "168h", "--dead-after", "604800"]
-    expected = {"payloads": 1, "delivered": 1, "discarded": 0, "dead": 1, "orphans": 0, "dispatchers": 0, "busy": 0}
+    expected = {
+        "busy": 0,
+        "breakers": 0,
+        "payloads": 1,
+        "delivered": 1,
+        "discarded": 0,
+        "dead": 1,
+        "orphans": 0,
+        "dispatchers": 0,
+    }
     assert data(*arguments, "--dry-run") == {"dry_run": True, **expected}
     assert Message.objects.count() == 3
     assert run(*arguments).splitlines() == [

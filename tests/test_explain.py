@@ -38,6 +38,15 @@ def says(row, code, *parts):
     return text
 
 
+def test_a_message_whose_handler_pauses_says_so(at_work):
+    row = rows.message()
+    rows.breaker("order.paid", since=120)
+    rows.breaker("order.shipped")
+    text = says(row, "paused", "its handler pauses since", "Unavailable: connection refused")
+    assert text.endswith("if you know better: manage.py outbox_reset order.paid.")
+    says(rows.leased(), "in_flight")
+
+
 # --- settled ----------------------------------------------------------------------------------------------------------
 
 

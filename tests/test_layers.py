@@ -39,6 +39,8 @@ LAYERS = [
         "durable",
         "slots",
         "plans",
+        "appetite",
+        "breakers",
         "solitude",
         "workers",
         "settler",

@@ -9,7 +9,7 @@ from django.test.utils import CaptureQueriesContext
 
 from outbox import retention, stage
 from outbox.handlers import handler, registry
-from outbox.models import Attempt, Dispatcher, Intervention, Message
+from outbox.models import Attempt, Breaker, Dispatcher, Intervention, Message
 from outbox.retention import Pruned, prune, sweep
 from tests import rows
 
@@ -116,6 +116,14 @@ def test_dispatchers_long_lost_are_forgotten():
     rows.dispatcher(lost_in=-2 * DAY)
     assert prune("default").dispatchers == 1
     assert set(Dispatcher.objects.all()) == {alive, lost}
+
+
+def test_open_breakers_that_nobody_probes_are_forgotten():
+    kept = rows.breaker("mail", probe_in=-6 * DAY)
+    rows.breaker("gone", probe_in=-8 * DAY)
+    assert prune("default", dry_run=True).breakers == 1
+    assert prune("default").breakers == 1
+    assert Breaker.objects.get() == kept
 
 
 def test_a_dry_run_counts_and_changes_nothing():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
 from typing import NamedTuple
@@ -12,12 +12,13 @@ from typing import NamedTuple
 from django.db import Error, connections
 
 from outbox import lanes
+from outbox.conf import options
 from outbox.database import Among, ServerNow, again, is_loss, locked, with_clock
 from outbox.handlers import Handler, registry
 from outbox.leases.lease import ALONE_FROM, Lease, draw_token, grant, hold
 from outbox.leases.outcomes import Closing, Settled, Settlement, write
 from outbox.leases.shortcut import deliver_at_once
-from outbox.models import Message, State
+from outbox.models import Message, Outcome, Reason, State
 
 LONGEST_RUN = 20  # messages of one lane handed over in a row
 LONGEST_RUN_SECONDS = 5.0  # then other processes get their chance
@@ -36,6 +37,8 @@ class _Row(NamedTuple):
     spent: int
     lapses: int
     reason: str
+    staged_at: datetime
+    deliver_at: datetime | None
     clock: datetime
 
 
@@ -128,8 +131,9 @@ def _sort(group: _Group) -> list[tuple[Settled, _Row]]:
     missing = set(ids).difference(rows)
     there = set(messages.filter(Among(missing)).values_list("pk", flat=True)) if missing else set()
     ours = []
-    for each in group.settlements:
-        row = rows.get(each.lease.id)
+    for given in group.settlements:
+        row = rows.get(given.lease.id)
+        each = given if row is None else _out_of_patience(given, row)
         result = Settled(settlement=each, status="lost")
         if row is None:
             result.status = "busy" if each.lease.id in there else "lost"
@@ -141,6 +145,16 @@ def _sort(group: _Group) -> list[tuple[Settled, _Row]]:
             result = _recognised(group, each)
         group.results.append(result)
     return ours
+
+
+def _out_of_patience(settlement: Settlement, row: _Row) -> Settlement:
+    """An outage costs no budget, until the message is old; from then on it is a failure like any other."""
+    since = row.staged_at if row.deliver_at is None else max(row.staged_at, row.deliver_at)
+    if settlement.outcome != Outcome.UNAVAILABLE or (row.clock - since).total_seconds() < options().OUTAGE_PATIENCE:
+        return settlement
+    if row.spent < settlement.lease.handler.max_attempts:
+        return replace(settlement, refund=False)
+    return replace(settlement, refund=False, state=State.DEAD, reason=Reason.EXHAUSTED)
 
 
 def _was_ours(settlement: Settlement, row: _Row) -> bool:

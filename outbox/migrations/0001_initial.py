@@ -33,6 +33,26 @@ class Migration(migrations.Migration):
             },
         ),
         migrations.CreateModel(
+            name="Breaker",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                ("handler", outbox.fields.ExactCharField(max_length=100, unique=True, verbose_name="handler")),
+                ("opened_at", outbox.fields.InstantField(verbose_name="open since")),
+                ("probe_at", outbox.fields.InstantField(verbose_name="next probe at")),
+                ("probes", models.PositiveIntegerField(default=0, verbose_name="probes")),
+                ("worker", outbox.fields.ExactCharField(default="", max_length=120, verbose_name="opened by")),
+                ("probed_by", outbox.fields.ExactCharField(default="", max_length=120, verbose_name="last probed by")),
+                ("error_type", outbox.fields.ExactCharField(default="", max_length=255, verbose_name="error type")),
+                ("error_code", outbox.fields.ExactCharField(default="", max_length=100, verbose_name="error code")),
+                ("error_text", outbox.fields.ExactTextField(default="", verbose_name="error")),
+            ],
+            options={
+                "verbose_name": "open breaker",
+                "verbose_name_plural": "open breakers",
+                "permissions": [("reset_breaker", "Can close breakers")],
+            },
+        ),
+        migrations.CreateModel(
             name="Message",
             fields=[
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),

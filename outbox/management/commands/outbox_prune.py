@@ -20,6 +20,7 @@ NAMES = {
     "dead": "dead messages",
     "orphans": "attempts and interventions of nobody",
     "dispatchers": "dispatchers long lost",
+    "breakers": "open breakers that nobody probes",
     "busy": "left for the next time, being locked",
 }
 

@@ -15,9 +15,9 @@ from django.core.management.base import CommandError, CommandParser
 from outbox.management.arguments import USAGE, duration
 from outbox.management.operator import THRESHOLD, OperatorCommand
 from outbox.management.printing import number, table
-from outbox.models import Dispatcher
+from outbox.models import Breaker, Dispatcher
 from outbox.overview import COUNTS, Alias, Counts, Overview, aliases, overview
-from outbox.texts import one_line, span
+from outbox.texts import moment, one_line, span
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -28,7 +28,7 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
-MEASURES = (*COUNTS, "unroutable", "delivered", "oldest", "dispatchers", "abandoned")
+MEASURES = (*COUNTS, "unroutable", "delivered", "oldest", "dispatchers", "abandoned", "breakers")
 _EXPRESSION = re.compile(rf"\s*({'|'.join(MEASURES)})\s*({'|'.join(COMPARISONS)})\s*(\S.*)\Z")
 
 
@@ -61,7 +61,8 @@ class Command(OperatorCommand):
     help = (
         "Count the messages of each topic by where they are. For monitoring: exit code 3 when a --fail-if condition "
         f"holds; its measures are {', '.join(MEASURES)} (oldest: seconds since the oldest due message became due; "
-        "abandoned: databases with due messages and no live dispatcher)."
+        "abandoned: databases with due messages and no live dispatcher; breakers: handlers that pause because their "
+        "other side is down)."
     )
 
     def add_options(self, parser: CommandParser) -> None:
@@ -98,6 +99,7 @@ class Command(OperatorCommand):
             "oldest": found.age(total) or 0.0,
             "dispatchers": sum(not each.stopping for each in found.dispatchers),
             "abandoned": sum(each.is_abandoned for each in others),
+            "breakers": len(found.breakers),
         }
         breached = [each for each in options["fail_if"] if each.compare(measures[each.measure], each.limit)]
         data = {
@@ -107,6 +109,7 @@ class Command(OperatorCommand):
             "topics": {name: {**_as_data(counts), "oldest": found.age(counts)} for name, counts in topics.items()},
             "unroutable": found.unroutable,
             "dispatchers": [_dispatcher(each) for each in found.dispatchers],
+            "breakers": [_breaker(each) for each in found.breakers],
             "databases": [{**asdict(each), "abandoned": each.is_abandoned} for each in others],
             "breached": [each.text for each in breached],
         }
@@ -128,6 +131,8 @@ class Command(OperatorCommand):
             yield "No topic matches." if found.topics else "No topic is declared, and no message is there."
         yield ""
         yield self._at_work(found)
+        for breaker in found.breakers:
+            yield self.paint("WARNING", _pause(breaker))
         if total.unroutable:
             routes = one_line(", ".join(f"{n:,} of {route}" for route, n in found.unroutable.items()))
             yield self.paint("WARNING", f"Messages wait for handlers that are not installed here: {routes}.")
@@ -158,6 +163,20 @@ class Command(OperatorCommand):
 def _as_data(counts: Counts) -> dict[str, Any]:
     values = asdict(counts)
     return values if counts.delivered is not None else {key: n for key, n in values.items() if key != "delivered"}
+
+
+def _pause(row: Breaker) -> str:
+    wait = (row.probe_at - row.clock).total_seconds()
+    probe = f"in {span(wait)}" if wait > 0 else "with the next message"
+    return (
+        f"Handler {row.handler!r} pauses since {moment(row.opened_at, row.clock)}, because its other side is down "
+        f"({one_line(f'{row.error_type}: {row.error_text}', 200)}); the next probe is sent {probe}."
+    )
+
+
+def _breaker(row: Breaker) -> dict[str, Any]:
+    names = ("handler", "opened_at", "probe_at", "probes", "error_type", "error_code", "error_text")
+    return {name: getattr(row, name) for name in names}
 
 
 def _dispatcher(row: Dispatcher) -> dict[str, Any]:
