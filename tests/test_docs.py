@@ -419,9 +419,11 @@ def test_the_testing_page_lists_every_function_option_and_fixture():
 
 def test_the_admin_page_lists_every_permission_verb_and_search_term():
     there = page("docs/reference/admin.md")
-    own = {f"outbox.{codename}" for codename, _ in models.Message._meta.permissions}
+    own = {
+        f"outbox.{codename}" for model in (models.Message, models.Breaker) for codename, _ in model._meta.permissions
+    }
     assert set(names(there.section("Permissions"))) - own == {
-        f"outbox.view_{model}" for model in ("message", "attempt", "dispatcher")
+        f"outbox.view_{model}" for model in ("message", "attempt", "dispatcher", "breaker")
     }
     verbs = {str(action.short_description) for action in message_admin.MessageAdmin.actions}
     assert {row[0].strip("*") for row in rows(there.section("Verbs"))} == verbs
