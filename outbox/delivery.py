@@ -36,11 +36,13 @@ PAUSE = 0.1  # seconds between two tries to write what a handler has done
 Function = Callable[[Envelope], Any]
 
 
-def run(lease: Lease, function: Function | None = None) -> Settlement | Settled:
+def run(
+    lease: Lease, function: Function | None = None, *, watched: Sequence[Any] | None = None
+) -> Settlement | Settled:
     """Call the handler of a lease (or ``function`` in its place) in this thread and judge what came of it.
 
-    Returns what shall be written; an ``atomic`` handler that succeeded has written it itself. Raises nothing: whatever
-    a handler raises, even SystemExit, is a failed attempt.
+    ``watched``: this thread's connections, if they are known. Returns what shall be written; an ``atomic`` handler that
+    succeeded has written it itself. Raises nothing: whatever a handler raises, even SystemExit, is a failed attempt.
     """
     if lease.view.lost:
         return release(lease)
@@ -48,7 +50,7 @@ def run(lease: Lease, function: Function | None = None) -> Settlement | Settled:
     for part in stored:
         if isinstance(part, Unreadable):
             return judge(lease, Bury(f"What is stored is no JSON: {part.why}.", code="unreadable"), None)
-    marks = bookmark()
+    marks = bookmark(watched)
     started = time.monotonic()
     result: object
     try:
@@ -58,7 +60,7 @@ def run(lease: Lease, function: Function | None = None) -> Settlement | Settled:
             result = _call(lease, function or lease.handler.function)
     except BaseException as error:
         result = error
-    leaked = restore(marks)
+    leaked = restore(marks, watched)
     try:
         if isinstance(result, Settled):
             return result

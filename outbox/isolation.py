@@ -8,7 +8,7 @@ before, which only the test case of a project's tests is, must stay usable: it g
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -36,10 +36,13 @@ class Bookmark:
     hooks: int
 
 
-def bookmark() -> dict[str, Bookmark]:
-    """Mark every transaction that is open in this thread, by alias; a dispatcher's threads have none."""
+def bookmark(watched: Sequence[Any] | None = None) -> dict[str, Bookmark]:
+    """Mark every transaction that is open in this thread, by alias; a dispatcher's threads have none.
+
+    ``watched``: the connections of this thread, as a `SessionWatch` knows them; looking them up costs more than this.
+    """
     marks = {}
-    for connection in connections.all(initialized_only=True):
+    for connection in connections.all(initialized_only=True) if watched is None else watched:
         with suppress(Error):
             if has_open_transaction(connection):
                 usable = connection.in_atomic_block and not connection.needs_rollback
@@ -52,13 +55,13 @@ def bookmark() -> dict[str, Bookmark]:
     return marks
 
 
-def restore(marks: dict[str, Bookmark]) -> set[str]:
+def restore(marks: dict[str, Bookmark], watched: Sequence[Any] | None = None) -> set[str]:
     """Undo what happened to the connections since then; returns the aliases where something had to be rolled back.
 
     In a marked transaction the writes of a handler stay unless it spoilt the transaction, even if it failed: without
     the test case they would have been committed.
     """
-    found = connections.all(initialized_only=True)
+    found = connections.all(initialized_only=True) if watched is None else watched
     return {each.alias for each in found if not _as_before(each, marks.get(each.alias))}
 
 
@@ -148,9 +151,10 @@ class SessionWatch:
     """Notices what handlers of this thread leave behind in their sessions, so that no later message meets it."""
 
     def __init__(self) -> None:
+        self.connections = connections.all()
         self._changed: set[str] = set()
         self._cheap: set[str] = set()
-        for connection in connections.all():
+        for connection in self.connections:
             connection.execute_wrappers.append(self._note)
             if is_cheap_to_open(connection):
                 self._cheap.add(connection.alias)
@@ -162,8 +166,11 @@ class SessionWatch:
         return execute(sql, params, many, context)
 
     def renew(self) -> None:
-        """Drop the connections whose sessions were changed, and those that were used and cost nothing."""
+        """Drop the connections whose sessions were changed, that cost nothing, that are unusable or too old."""
         while self._changed:
             alias = self._changed.pop()
             _end_pooled(connections[alias])
             close_quietly(alias)
+        for connection in self.connections:
+            connection.close_if_unusable_or_obsolete()
+            connection.queries_log.clear()

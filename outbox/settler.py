@@ -67,10 +67,11 @@ class Settler:
         self._outcomes: list[Settlement] = []
         self._done: list[Settled] = []
         self._since = 0.0
+        self._urgent = False  # an outcome of a lane is among them
         self._again: deque[Group] = deque()
         self._later: list[tuple[float, Settlement]] = []
         self._refused_since: dict[Lease, float] = {}
-        self._outage = Outage(using, "The settler")
+        self.outage = Outage(using, "The settler")
         self._news = threading.Condition()
         self._stopped = False
         self._thread = threading.Thread(target=self._loop, name="outbox-settler", daemon=True)
@@ -87,6 +88,9 @@ class Settler:
                 if not self._outcomes:
                     self._since = time.monotonic()
                 self._outcomes.append(outcome)
+                self._urgent = self._urgent or lease.message.lane is not None
+                if len(self._outcomes) > 1 and self._linger(time.monotonic()) > 0:
+                    return  # the thread sleeps until these have company; each time that it wakes in vain costs
             self._news.notify()
 
     def stop(self, timeout: float | None = None) -> None:
@@ -134,9 +138,11 @@ class Settler:
                 if ripe:
                     self._later = [(at, each) for at, each in self._later if at > now]
                     self._outcomes += ripe
+                    self._urgent = True
                 wait = self._linger(now)
                 if self._outcomes and wait <= 0:
                     group, self._outcomes = self._outcomes[: self._batch], self._outcomes[self._batch :]
+                    self._urgent = bool(self._outcomes)
                     return Group(outcomes=group)
                 if self._stopped and not self._outcomes and not self._later:
                     return None
@@ -148,9 +154,7 @@ class Settler:
 
     def _linger(self, now: float) -> float:
         """Seconds that the outcomes may still wait for company: none in a lane, and none when no handler runs."""
-        if self._stopped or len(self._outcomes) >= self._batch or self._slots.is_quiet():
-            return 0.0
-        if any(each.lease.message.lane is not None for each in self._outcomes):
+        if self._stopped or self._urgent or len(self._outcomes) >= self._batch or self._slots.is_quiet():
             return 0.0
         return self._since + LINGER - now
 
@@ -175,11 +179,11 @@ class Settler:
         except Exception as error:
             self._refused(group, error)
         else:
-            self._outage.over()
+            self.outage.over()
             self._finish(results)
 
     def _wait_for_the_database(self, group: Group, error: Error) -> None:
-        pause = self._outage.note(error)
+        pause = self.outage.note(error)
         group.doubtful = True
         if not (self._stopped and all(each.lease.deadline < time.monotonic() for each in group.outcomes)):
             self._again.appendleft(group)
@@ -192,7 +196,7 @@ class Settler:
             return
         [outcome] = group.outcomes
         if isinstance(error, Error) and is_race(connections[self.using], error):
-            self._outage.note(error)
+            self.outage.note(error)
             self._later.append((time.monotonic() + BUSY_PAUSE, outcome))
         elif outcome.error is not NO_ERROR and not group.bare:
             bare = ErrorRecord(type=outcome.error.type, text="The text of this error could not be stored.")

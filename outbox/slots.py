@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from outbox.handlers import Handler
 from outbox.heartbeat import promise
 from outbox.leases import Lease
+from outbox.ready import Ready
 
 PREFETCH_SHARE = 0.25  # of the lease that the queue may take to run dry
 LEARN = 0.2  # weight of the newest duration in a handler's mean
@@ -53,7 +54,6 @@ class Slots:
         self._lease_seconds = lease_seconds
         self._prefetch = prefetch
         self._queued: dict[str, deque[Lease]] = {each.name: deque() for each in handlers}
-        self._ready: deque[Lease] = deque()
         self._running: dict[Lease, Running] = {}
         self._ending: set[Lease] = set()
         self._occupied: set[Lease] = set()
@@ -61,9 +61,9 @@ class Slots:
         self._means: dict[str, float] = {}
         self._turns = OrderedDict.fromkeys(self._queued)  # whose turn it is: the latest to start comes last
         self._others_at = time.monotonic()
-        self._withdrawn = self._closed = False
+        self._withdrawn = False
         self._lock = threading.RLock()
-        self._work = threading.Condition(self._lock)
+        self._ready = Ready(self._lock)
 
     def cap(self, handler: Handler) -> int:
         """How many slots one handler may fill: its share, or all of them when it is the only one."""
@@ -133,8 +133,7 @@ class Slots:
                 promise(lease, self._lease_seconds)
                 if lease.charged:
                     self._occupy(lease)
-                    self._ready.append(lease)
-                    self._work.notify()
+                    self._ready.put([lease])
                 else:
                     self._queued[lease.handler.name].append(lease)
 
@@ -150,8 +149,7 @@ class Slots:
                 self._ending.add(successor)
                 return False
             self._occupy(successor)
-            self._ready.appendleft(successor)
-            self._work.notify()
+            self._ready.put_first(successor)
             return True
 
     def startable(self) -> list[Lease]:
@@ -180,8 +178,7 @@ class Slots:
         """Make charged leases ready for the worker threads."""
         with self._lock:
             self._ending.difference_update(charged)
-            self._ready.extend(charged)
-            self._work.notify(len(charged))
+            self._ready.put(charged)
 
     def put_back(self, leases: Sequence[Lease]) -> None:
         """Queue leases again that could not be charged."""
@@ -193,11 +190,9 @@ class Slots:
     def take(self) -> Lease | None:
         """The next lease to run, for a worker thread; waits for one. None: there will be no more."""
         with self._lock:
-            while not self._ready:
-                if self._closed:
-                    return None
-                self._work.wait()
-            lease = self._ready.popleft()
+            lease = self._ready.take()
+            if lease is None:
+                return None
             self._running[lease] = Running(lease, time.monotonic())
             return lease
 
@@ -262,8 +257,7 @@ class Slots:
         """Take back everything that has not started, to give it back to the database."""
         with self._lock:
             self._withdrawn = True
-            leases = [*self._ready, *(lease for queue in self._queued.values() for lease in queue)]
-            self._ready.clear()
+            leases = [*self._ready.clear(), *(lease for queue in self._queued.values() for lease in queue)]
             for queue in self._queued.values():
                 queue.clear()
             self._ending.update(leases)
@@ -284,8 +278,7 @@ class Slots:
     def close(self) -> None:
         """Let the worker threads end once nothing is ready."""
         with self._lock:
-            self._closed = True
-            self._work.notify_all()
+            self._ready.close()
 
     def _occupy(self, lease: Lease) -> None:
         self._occupied.add(lease)

@@ -27,6 +27,8 @@ def judge(lease: Lease, result: object, duration: float | None) -> Settlement:
     A verdict or exception that is returned counts as raised. ``False``, and what shows that the handler's body never
     ran (a coroutine, a generator), are failures; anything else is success.
     """
+    if result is None:
+        return _delivered(lease, duration)
     try:
         return _judge(lease, result, duration)
     except Exception as broken:  # a verdict that cannot be read, or a project's own retry policy that raises
@@ -54,7 +56,7 @@ def _judge(lease: Lease, result: object, duration: float | None) -> Settlement:
     mistake = _mistake(result)
     if mistake:
         return _failed(lease, TypeError(f"Handler {lease.handler.name!r} returned {mistake}."), duration)
-    return Settlement(lease=lease, outcome=Outcome.DELIVERED, state=State.DELIVERED, duration=duration)
+    return _delivered(lease, duration)
 
 
 def timed_out(lease: Lease) -> Settlement:
@@ -70,6 +72,10 @@ def release(lease: Lease, outcome: Outcome = Outcome.RELEASED, *, wait: float = 
     return Settlement(lease=lease, outcome=outcome, refund=True, wait=wait)
 
 
+def _delivered(lease: Lease, duration: float | None) -> Settlement:
+    return Settlement(lease=lease, outcome=Outcome.DELIVERED, state=State.DELIVERED, duration=duration)
+
+
 def _failed(
     lease: Lease,
     error: BaseException,
@@ -81,7 +87,8 @@ def _failed(
     """A failure: again after ``wait`` or the policy's backoff, or dead when the budget is spent."""
     policy = policy or lease.handler.policy
     delay = policy.delay(max(lease.message.spent, 1))
-    failed = Settlement(lease=lease, outcome=Outcome.FAILED, error=describe(error), cause=error, duration=duration)
+    record = describe(error, topic=lease.message.topic)
+    failed = Settlement(lease=lease, outcome=Outcome.FAILED, error=record, cause=error, duration=duration)
     if delay is None:
         return replace(failed, state=State.DEAD, reason=Reason.EXHAUSTED)
     return replace(failed, wait=_bounded(delay if wait is None else wait))
@@ -95,7 +102,7 @@ def _put_off(lease: Lease, verdict: Verdict, duration: float | None, outcome: Ou
         outcome=outcome,
         wait=_bounded(max(wait, least)),
         refund=True,
-        error=describe(verdict, with_traceback=False),
+        error=describe(verdict, topic=lease.message.topic, with_traceback=False),
         cause=verdict,
         duration=duration,
     )
@@ -109,7 +116,7 @@ def _final(
         outcome=outcome,
         state=state,
         reason=reason,
-        error=describe(verdict, with_traceback=False),
+        error=describe(verdict, topic=lease.message.topic, with_traceback=False),
         cause=verdict,
         duration=duration,
     )

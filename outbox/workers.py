@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from django.db import Error, close_old_connections, connections, reset_queries
+from django.db import Error, connections
 
 from outbox import delivery
 from outbox.isolation import SessionWatch
@@ -77,14 +77,12 @@ class Workers:
 def _deliver(lease: Lease, sessions: SessionWatch) -> Settlement | Settled:
     """Run the handler, and clear up after it. Whatever goes wrong with the latter, the outcome stands."""
     try:
-        outcome = delivery.run(lease)
+        outcome = delivery.run(lease, watched=sessions.connections)
     except BaseException as error:  # a fault of ours, or connections that a handler has mangled
         logger.exception("Message %s: its handler could not be judged.", lease.id)
         outcome = judge(lease, error, None)
     try:
         sessions.renew()
-        close_old_connections()
-        reset_queries()
     except BaseException:
         logger.exception("Message %s: what its handler left behind could not be cleared away.", lease.id)
     return outcome

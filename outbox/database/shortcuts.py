@@ -84,6 +84,7 @@ def lease_free(
         return []
     name = connection.ops.quote_name(model._meta.db_table)
     now, _ = now_sql(connection)
+    columns = ", ".join(connection.ops.quote_name(each.column or "") for each in model._meta.concrete_fields)
     free = (
         f"SELECT p.id FROM {name} p WHERE p.id = ANY(%s::bigint[]) AND p.state = 'pending' AND p.due_at <= {now} "
         f"AND p.lane IS NULL AND p.lease_token IS NULL AND p.lapses = 0 AND p.spent < %s "
@@ -92,7 +93,24 @@ def lease_free(
     sql = (
         f"UPDATE {name} SET lease_token = %s, leased_by = %s, leased_at = {now}, due_at = {now} + %s, "
         f"attempt = attempt + 1, spent = spent + CASE WHEN id = ANY(%s::bigint[]) THEN 1 ELSE 0 END "
-        f"WHERE id = ANY(ARRAY({free})) RETURNING *"
+        f"WHERE id = ANY(ARRAY({free})) RETURNING {columns}"
     )
-    params = [token, worker, micros, list(charged), list(ids), budget]
-    return list(model._default_manager.using(using).raw(sql, params))
+    with connection.cursor() as cursor:
+        cursor.execute(sql, [token, worker, micros, list(charged), list(ids), budget])
+        return _instances(model, connection, cursor.fetchall())
+
+
+def _instances(model: type[models.Model], connection: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
+    """Instances of rows that have every column, in the order of the fields. A raw queryset takes twice as long."""
+    fields = model._meta.concrete_fields
+    names = [each.attname for each in fields]
+    converters = [(place, each.get_db_converters(connection)) for place, each in enumerate(fields)]
+    converters = [(place, functions) for place, functions in converters if functions]
+    found = []
+    for row in rows:
+        values = list(row)
+        for place, functions in converters:
+            for convert in functions:
+                values[place] = convert(values[place], None, connection)
+        found.append(model.from_db(connection.alias, names, values))
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -37,10 +37,11 @@ class Lease:
     view: LeaseView
     run: int = 0
     run_since: float = 0.0
+    id: int = field(init=False)
+    _envelope: Envelope | None = field(init=False, default=None)
 
-    @property
-    def id(self) -> int:
-        return self.message.pk
+    def __post_init__(self) -> None:
+        self.id = self.message.pk
 
     @property
     def attempt(self) -> int:
@@ -48,7 +49,9 @@ class Lease:
 
     @property
     def envelope(self) -> Envelope:
-        return envelope(self.message, self.view)
+        if self._envelope is None:
+            self._envelope = envelope(self.message, self.view)
+        return self._envelope
 
 
 def envelope(message: Message, view: LeaseView) -> Envelope:
