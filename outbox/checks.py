@@ -16,6 +16,7 @@ from django.core.checks import CheckMessage, Tags, register
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections, router
 
+from outbox import redaction
 from outbox.conf import Options, options, problems_of
 from outbox.database import fails_reading_before_writing, tables_without_transactions, unsupported
 from outbox.handlers import Handler, registry
@@ -96,6 +97,9 @@ def _settings_that_disagree(current: Options) -> Iterator[CheckMessage]:
     if current.LISTEN_DATABASE and current.LISTEN_DATABASE not in connections:
         fact = f"OUTBOX['LISTEN_DATABASE'] is {current.LISTEN_DATABASE!r}, but DATABASES has no such alias."
         yield _found("outbox.E002", fact, f"Name one of {', '.join(connections)}, or leave it empty.")
+    if fault := redaction.problem():
+        hint = "Name a function redact(text, *, kind, topic, **kwargs); until then payloads and errors are not shown."
+        yield _found("outbox.E002", f"OUTBOX['REDACT']: {fault}.", hint)
     if current.LEASE < SHORTEST_LEASE:
         yield _found(
             "outbox.W002",

@@ -52,6 +52,9 @@ class Options:
     DEDUPE_WINDOW: float = 30 * 86400.0  # how long an event key must be remembered
     SWEEP_EVERY: float = 60.0  # how often lanes stranded by hand-written SQL are looked for
 
+    # Showing
+    REDACT: str = "outbox.redaction.mask"  # dotted path of the function that hides what people and logs must not see
+
 
 _NAMES = tuple(field.name for field in fields(Options))
 _RATIOS = {"SHARE", "BACKOFF_FACTOR"}

@@ -1,4 +1,4 @@
-"""Turn any exception into text that any database stores, whatever its author did to it; recording cannot fail."""
+"""Turn any exception into text that any database stores and people may see; recording cannot fail."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 
 from outbox.conf import options
 from outbox.exceptions import Verdict
+from outbox.redaction import MARGIN, redacted
 from outbox.texts import storable
 
 MAX_LINE = 2000  # characters of one line of a traceback
@@ -32,16 +33,22 @@ class ErrorRecord:
 NO_ERROR = ErrorRecord()
 
 
-def describe(error: BaseException, *, with_traceback: bool = True) -> ErrorRecord:
-    """The record of an exception. NUL and surrogates are replaced, long text is cut, a broken ``__str__`` is named."""
+def describe(error: BaseException, *, topic: str = "", with_traceback: bool = True) -> ErrorRecord:
+    """The record of an exception. NUL and surrogates are replaced, long text is cut, a broken ``__str__`` is named.
+
+    Text and traceback are redacted before they are cut, so that no secret is kept because only half of it fits.
+    """
     current = options()
     code = partial(getattr, error, "code", "") if isinstance(error, Verdict) else str
     trace = partial(_traceback, error, current.MAX_TRACEBACK_CHARS) if with_traceback else str
+    limit, most = current.MAX_ERROR_CHARS, current.MAX_TRACEBACK_CHARS
+    text = redacted(_text(partial(_message, error), limit + MARGIN), "error", topic=topic)
+    traceback = redacted(_text(trace, most), "traceback", topic=topic)
     return ErrorRecord(
         type=_text(partial(_dotted_name, type(error)), MAX_TYPE),
         code=_text(code, MAX_CODE),
-        text=_text(partial(_message, error), current.MAX_ERROR_CHARS),
-        traceback=_text(trace, current.MAX_TRACEBACK_CHARS),
+        text=storable(text, limit),
+        traceback=storable(traceback[max(0, len(traceback) - most) :]),
     )
 
 

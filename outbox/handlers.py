@@ -58,16 +58,17 @@ class LeaseView:
 class Envelope:
     """One message as its handler receives it. ``payload`` is what JSON made of the staged value.
 
-    ``attempt`` counts claims and only grows, so handlers may hand it on as a fencing token.
+    ``attempt`` counts claims and only grows, so handlers may hand it on as a fencing token. The repr, which finds its
+    way into logs and error reports, shows neither payload nor headers.
     """
 
     id: int
     event_key: str
     topic: str
-    payload: Any
+    payload: Any = field(repr=False)
     payload_version: int
     attempt: int
-    headers: dict[str, Any]
+    headers: dict[str, Any] = field(repr=False)
     ordering_key: str | None
     staged_at: datetime
     lease: LeaseView = field(compare=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -58,14 +58,14 @@ class Intent:
     """What shall happen: the arguments of `stage` as a value."""
 
     topic: str | Topic
-    payload: Any
+    payload: Any = field(repr=False)
     _: KW_ONLY
     event_key: str | None = None
     payload_version: int = 1
     ordering_key: str | None = None
     deliver_at: Instant | None = None
     expires_at: Instant | None = None
-    headers: Mapping[str, Any] | None = None
+    headers: Mapping[str, Any] | None = field(default=None, repr=False)
     deliver_now: bool = False
 
 
@@ -82,9 +82,9 @@ class Draft:
 
     event_key: str
     topic: str
-    payload: JsonText
+    payload: JsonText = field(repr=False)
     payload_version: int
-    headers: JsonText | None
+    headers: JsonText | None = field(repr=False)
     digest: bytes
     ordering_key: str | None
     deliver_at: int | FromNow | None

@@ -3,7 +3,7 @@
 Logger ``outbox``. WARNING: one line per failed attempt, lost lease and failed immediate delivery. INFO: discarded, the
 other side unavailable. DEBUG: staged, delivered, snoozed, released. For structured logs each record carries
 ``message_id``, ``event_key``, ``topic``, ``handler``, ``attempt``, ``database`` and ``fate`` as attributes. The payload
-is never logged.
+is never logged, and every line of the logger, whoever writes it, passes `redaction`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from django.dispatch import receiver
 
 from outbox import signals
 from outbox.models import Outcome, Reason
+from outbox.redaction import RedactingFilter
 from outbox.signals import Event
 from outbox.texts import one_line
 
 logger = logging.getLogger("outbox")
+logger.addFilter(RedactingFilter())
 
 FAILED: dict[str, str] = {
     Outcome.TIMED_OUT: "timed out",

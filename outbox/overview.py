@@ -17,6 +17,7 @@ from outbox.database import ServerNow, server_now, with_clock
 from outbox.fields import from_micros
 from outbox.handlers import registry
 from outbox.models import Breaker, Dispatcher, Message, State
+from outbox.redaction import redacted
 
 MANY = 1000  # due messages of a database that are counted to say that it is abandoned
 COUNTS = ("due", "scheduled", "retrying", "in_flight", "waiting", "dead")
@@ -187,7 +188,7 @@ def _alias(name: str) -> Alias | None:
         due = len(Message.objects.using(name).due().values_list("pk", flat=True)[:MANY])
         return Alias(name=name, due=due, dispatchers=dispatchers)
     except Error as error:
-        return Alias(name=name, error=f"{type(error).__name__}: {error}")
+        return Alias(name=name, error=redacted(f"{type(error).__name__}: {error}", "error"))
 
 
 def has_tables(using: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from django.contrib import admin
@@ -21,6 +22,7 @@ from outbox.admin.lists import ERROR_START, CappedChangeList
 from outbox.admin.search import LARGEST
 from outbox.admin.shown import NOTHING, ago, duration, error_line, plain, short, stamp, time_tag
 from outbox.models import Attempt
+from outbox.redaction import redacted, safely
 
 ERROR_LENGTH = 80
 
@@ -55,8 +57,12 @@ class AttemptAdmin(ReadOnlyAdmin):
     readonly_fields = fields
 
     def redact(self, attempt: Attempt, what: str, text: str) -> str:
-        """Override to hide what people must not see; ``what`` is error or traceback."""
+        """Override to hide more than ``OUTBOX["REDACT"]`` does; ``what`` is error or traceback."""
         return text
+
+    def visible(self, attempt: Attempt, what: str, text: str) -> str:
+        """What people see of a text: redacted for the project, and then for this admin."""
+        return safely(partial(self.redact, attempt, what), redacted(text, what))
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         """Whoever may look at a message may follow its links to the whole of an attempt."""
@@ -107,7 +113,7 @@ class AttemptAdmin(ReadOnlyAdmin):
 
     @admin.display(description=_("error"), empty_value=NOTHING)
     def error(self, attempt: Attempt) -> SafeString | None:
-        start = self.redact(attempt, "error", attempt.error_start)  # type: ignore[attr-defined]
+        start = self.visible(attempt, "error", attempt.error_start)  # type: ignore[attr-defined]
         line = error_line(attempt.error_type, start, ERROR_LENGTH)
         whole = short(f"{attempt.error_type}: {start}", 300)
         return format_html('<bdi title="{}">{}</bdi>', whole, line) if line else None
@@ -118,11 +124,11 @@ class AttemptAdmin(ReadOnlyAdmin):
 
     @admin.display(description=_("error"), empty_value=NOTHING)
     def whole_error(self, attempt: Attempt) -> SafeString | None:
-        return _block(self.redact(attempt, "error", attempt.error_text))
+        return _block(self.visible(attempt, "error", attempt.error_text))
 
     @admin.display(description=_("traceback"), empty_value=NOTHING)
     def whole_traceback(self, attempt: Attempt) -> SafeString | None:
-        return _block(self.redact(attempt, "traceback", attempt.traceback))
+        return _block(self.visible(attempt, "traceback", attempt.traceback))
 
 
 def _block(text: str) -> SafeString | None:

@@ -18,6 +18,7 @@ from outbox.admin.base import ReadOnlyAdmin
 from outbox.admin.counting import clocked
 from outbox.admin.shown import NOTHING, ago, error_line, number, plain, time_tag
 from outbox.models import Breaker
+from outbox.redaction import redacted
 
 ERROR_LENGTH = 160
 
@@ -67,7 +68,7 @@ class BreakerAdmin(ReadOnlyAdmin):
 
     @admin.display(description=_("error"), empty_value=NOTHING)
     def error(self, breaker: Breaker) -> str | None:
-        return error_line(breaker.error_type, breaker.error_text, ERROR_LENGTH) or None
+        return error_line(breaker.error_type, redacted(breaker.error_text, "error"), ERROR_LENGTH) or None
 
     @admin.display(description=_("opened by"), empty_value=NOTHING)
     def opened_by(self, breaker: Breaker) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from django.contrib import admin
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -13,6 +15,7 @@ from outbox.admin.places import Place, badge, place_of
 from outbox.admin.shown import NOTHING, about, ago, error_line, key_tag, lateness, plain, short, time_tag
 from outbox.handlers import registry
 from outbox.models import Message, Reason, State
+from outbox.redaction import redacted, safely
 
 KEY_LENGTH = 28
 ERROR_LENGTH = 64
@@ -23,8 +26,12 @@ class MessageCells(ReadOnlyAdmin):
     """Display methods. Rows come with ``clock``, the database's time, and ``error_start``, the error's beginning."""
 
     def redact(self, message: Message, what: str, text: str) -> str:
-        """Override to hide what people must not see; ``what`` is payload, headers, error or traceback."""
+        """Override to hide more than ``OUTBOX["REDACT"]`` does; ``what`` is payload, headers, error or traceback."""
         return text
+
+    def visible(self, message: Message, what: str, text: str) -> str:
+        """What people see of a text: redacted for the project, and then for this admin."""
+        return safely(partial(self.redact, message, what), redacted(text, what, topic=message.topic))
 
     @admin.display(description=gettext_lazy("event key"))
     def key(self, message: Message) -> SafeString:
@@ -59,7 +66,7 @@ class MessageCells(ReadOnlyAdmin):
     def error(self, message: Message) -> SafeString | None:
         if message.state == State.DELIVERED:
             return None  # whatever failed before: it is no trouble any more, and its page tells it
-        text = self.redact(message, "error", message.error_start)  # type: ignore[attr-defined]
+        text = self.visible(message, "error", message.error_start)  # type: ignore[attr-defined]
         if message.error_type or text:
             whole = short(f"{message.error_type}: {text}", 300)
             line = error_line(message.error_type, text, ERROR_LENGTH)

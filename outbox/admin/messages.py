@@ -86,7 +86,7 @@ class MessageAdmin(MessageCells):
             self.alias,
             message,
             rights=rights,
-            redact=partial(self.redact, message),
+            redact=partial(self.visible, message),
             show=request.GET.get("show", ""),
         )
         context = {

@@ -164,7 +164,7 @@ def context(using: str, message: Message, *, rights: dict[str, bool], redact: Re
         "key": plain(message.event_key),
         "place": place,
         "staged_ago": ago(message.staged_at, message.clock),
-        "why": why(message, place),
+        "why": redact("error", why(message, place)),  # it names the last error
         "buttons": buttons(message, place, rights),
         "events": events,
         "older": number(older) if older else "",

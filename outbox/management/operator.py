@@ -11,6 +11,7 @@ from django.db import Error, connections, router
 from outbox.management.arguments import as_parsed
 from outbox.management.printing import Progress, to_json
 from outbox.models import Message
+from outbox.redaction import redacted
 from outbox.texts import storable
 
 THRESHOLD = 3  # an exit code
@@ -42,9 +43,8 @@ class OperatorCommand(BaseCommand):
         try:
             self.run(options)
         except Error as error:
-            raise CommandError(
-                f"Database {self.using!r} failed: {str(error).strip()}. Does it run, and was it migrated?"
-            ) from error
+            fact = redacted(str(error).strip(), "error")
+            raise CommandError(f"Database {self.using!r} failed: {fact}. Does it run, and was it migrated?") from error
 
     def run(self, options: dict[str, Any]) -> None:
         raise NotImplementedError

@@ -16,6 +16,7 @@ from outbox.fields import from_micros
 from outbox.management.operator import OperatorCommand
 from outbox.management.printing import facts
 from outbox.models import Attempt, Intervention, Message
+from outbox.redaction import redacted
 from outbox.texts import moment, one_line, printable
 
 IDENTITY = ("id", "event_key", "position", "topic", "handler", "payload_version", "ordering_key")
@@ -25,6 +26,7 @@ PROGRESS = (
 )
 DOCUMENTS = ("payload", "headers")
 LAST_ERROR = ("error_type", "error_code", "error_text")
+TEXTS = {"error_text": "error", "traceback": "traceback"}
 OF_ATTEMPT = ("number", "outcome", "worker", "started_at", "ended_at", *LAST_ERROR, "traceback")
 OF_INTERVENTION = ("at", "verb", "actor", "note")
 
@@ -45,20 +47,24 @@ class Command(OperatorCommand):
     def _lines(self, row: Message) -> Iterator[str]:
         now = from_micros(server_now(self.using))
         yield self.paint("MIGRATE_HEADING", f"{one_line(row.topic)} {one_line(row.event_key)}")
-        yield printable(explain(row))
+        yield printable(_why(row))
         yield ""
         yield from facts((name.replace("_", " "), _shown(getattr(row, name), now)) for name in IDENTITY + PROGRESS)
-        yield from facts((name.replace("_", " "), getattr(row, name)) for name in LAST_ERROR)
+        yield from facts((name.replace("_", " "), _value(row, name)) for name in LAST_ERROR)
         for name in DOCUMENTS:
             yield from ("", self.paint("MIGRATE_LABEL", name), "pruned" if row.payload_pruned else _pretty(row, name))
         for attempt in _of(row, Attempt):
             yield from ("", self.paint("MIGRATE_LABEL", f"attempt {attempt.number}: {attempt.get_outcome_display()}"))
-            yield from facts((name.replace("_", " "), _shown(getattr(attempt, name), now)) for name in OF_ATTEMPT[2:])
+            yield from facts((name.replace("_", " "), _shown(_value(attempt, name), now)) for name in OF_ATTEMPT[2:])
         for act in _of(row, Intervention):
             note = f": {one_line(act.note)}" if act.note else ""
             who = one_line(act.actor) or "somebody"
             yield from ("", f"{moment(act.at, now)} {act.get_verb_display()} by {who}{note}")
         yield ""
+
+
+def _why(row: Message) -> str:
+    return redacted(str(explain(row)), "error", topic=row.topic)  # it names the last error
 
 
 def _shown(value: object, now: datetime) -> object:
@@ -73,8 +79,11 @@ def _as_stored(rows: Any) -> Any:
 
 def _document(row: Message, name: str) -> Any:
     text = getattr(row, f"{name}_text")
+    if text is None:
+        return None
+    text = redacted(text, name, topic=row.topic)
     try:
-        return None if text is None else json.loads(text)
+        return json.loads(text)
     except ValueError:
         return text
 
@@ -90,7 +99,7 @@ def _as_data(row: Message) -> dict[str, Any]:
         "payload_pruned": row.payload_pruned,
         "payload": _document(row, "payload"),
         "headers": _document(row, "headers") or {},
-        "explanation": explain(row),
+        "explanation": _why(row),
         "attempts": [_values(each, OF_ATTEMPT) for each in attempts],
         "interventions": [_values(each, OF_INTERVENTION) for each in interventions],
     }
@@ -102,4 +111,10 @@ def _of(row: Message, model: type[Row]) -> list[Row]:
 
 
 def _values(row: Model, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in names}
+    return {name: _value(row, name) for name in names}
+
+
+def _value(row: Model, name: str) -> Any:
+    """Errors were redacted before they were stored, but perhaps by rules that were less strict than today's."""
+    value = getattr(row, name)
+    return redacted(value, TEXTS[name]) if name in TEXTS else value
