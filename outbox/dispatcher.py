@@ -30,6 +30,7 @@ from outbox.registration import REPORT_EVERY, Registration, worker_name
 from outbox.settler import Settler
 from outbox.slots import Slots
 from outbox.verdicts import release, timed_out
+from outbox.vitals import Vitals
 from outbox.wakeup import Waiter
 from outbox.workers import Workers
 
@@ -60,6 +61,7 @@ class Dispatcher:
             lease_seconds=plan.lease,
             prefetch=plan.limit is None,
         )
+        self.vitals = Vitals(plan, self._slots, self._stopping.is_set)
         self._breakers = Breakers(
             using=plan.using, handlers=plan.handlers, concurrency=plan.concurrency, worker=self.name
         )
@@ -84,14 +86,14 @@ class Dispatcher:
             seconds=plan.lease,
             held=self._slots.held,
             report=self._report_alive,
-            worked_at=lambda: self._worked_at,
+            worked_at=lambda: self.vitals.worked_at,
             window=max(plan.lease, 3 * plan.poll),
             give_up=self._give_up,
         )
         self._housekeeping = Housekeeping(using=plan.using, name=self.name)
-        self._worked_at = time.monotonic()
         self._reported_at = -REPORT_EVERY
         self._outage = Outage(plan.using, f"Dispatcher {self.name}")
+        self.vitals.watch(self._outage, self._settler.outage, self._heartbeat.outage)
         self._closed: Counter[str] = Counter()
         self._hungry = True
         self._nudged = False
@@ -115,11 +117,6 @@ class Dispatcher:
         names = ("delivered", "retried", "dead", "discarded", "skipped")
         return {"processed": sum(counts.values()), **{name: counts[name] for name in names}}
 
-    @property
-    def stuck(self) -> int:
-        """How many threads are stuck in handlers that ran out of time."""
-        return self._slots.abandoned()
-
     def _report_outcome(self, lease: Lease, outcome: Settlement | Settled) -> None:
         self._breakers.note(outcome.settlement if isinstance(outcome, Settled) else outcome)
         self._settler.put(lease, outcome)
@@ -127,7 +124,7 @@ class Dispatcher:
             self._nudge()
 
     def _has_settled(self) -> None:
-        self._worked_at = time.monotonic()
+        self.vitals.work()
         self._nudge()
 
     def _nudge(self) -> None:
@@ -174,6 +171,7 @@ class Dispatcher:
     def _loop(self) -> None:
         while not self._stopping.is_set():
             self._nudged = False  # before looking: what happens from here on ends the next wait
+            self.vitals.tick()
             try:
                 was_empty = self._slots.is_empty()
                 claim = self._pass()
@@ -201,7 +199,7 @@ class Dispatcher:
         claim = self._claimer.claim(
             want.limit, seconds=self.plan.lease, start=want.start, room=want.room, alone=self._appetite.alone
         )
-        self._worked_at = time.monotonic()
+        self.vitals.work(claimed=True)
         self._outage.over()
         self._appetite.note(claim)
         self._slots.add(claim.leases)
@@ -248,6 +246,7 @@ class Dispatcher:
     def _survive(self, error: Exception) -> None:
         """Get over an error of the loop; runs that shall end by themselves give up after a few."""
         pause = self._outage.note(error)
+        self.vitals.look_for_tables(error)
         short = self.plan.ends_by_itself and self._outage.failures >= SHORT_RUN_TRIES
         if isinstance(error, Error) and (short or self.plan.exit_on_database_error):
             self._give_up(f"the database {self.plan.using!r} failed: {error}")

@@ -50,7 +50,7 @@ class Heartbeat:
         self._worked_at = worked_at
         self._window = window
         self._give_up = give_up
-        self._outage = Outage(using, "The heartbeat")
+        self.outage = Outage(using, "The heartbeat")
         self._alone_since: float | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="outbox-heartbeat", daemon=True)
@@ -90,7 +90,7 @@ class Heartbeat:
             for lease in renewal.lost:
                 lease.view.revoke()  # its outcome will be refused, and that is when the loss is told
         self._alone_since = None
-        self._outage.over()
+        self.outage.over()
         return busy
 
     def _failed(self, error: Exception) -> float:
@@ -98,7 +98,7 @@ class Heartbeat:
         now = time.monotonic()
         connection = connections[self.using]
         passing = isinstance(error, Error) and (is_race(connection, error) or is_unwritable(connection, error))
-        pause = min(self._outage.note(error), self.seconds / 10)
+        pause = min(self.outage.note(error), self.seconds / 10)
         if passing or now - self._worked_at() > self._window:  # the database is slow or away, for everybody
             self._alone_since = None
         elif self._alone_since is None:

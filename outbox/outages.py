@@ -21,12 +21,17 @@ _told_at: dict[str, float] = {}
 
 
 class Outage:
-    """The failures in a row of one loop. ``who`` is told in the log."""
+    """The failures in a row of one loop. ``who`` is told in the log.
+
+    ``trouble`` is what goes on: "away", "locked", "failing", or nothing. ``error``: the type of the last failure.
+    """
 
     def __init__(self, using: str, who: str) -> None:
         self.using = using
         self.who = who
         self.failures = 0
+        self.trouble = self.error = ""
+        self.noted_at = 0.0
 
     def note(self, error: Exception) -> float:
         """Log a failure, drop the connection, and return how many seconds to wait before the next try.
@@ -35,10 +40,13 @@ class Outage:
         once; anything else is a fault and is told each time.
         """
         self.failures += 1
+        self.error = type(error).__name__
+        self.noted_at = time.monotonic()
         if isinstance(error, Error):
             self._tell(error)
             close_quietly(self.using)
         else:
+            self.trouble = "failing"
             logger.error("%s: a round failed; it goes on.", self.who, exc_info=error)
         pause: float = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self.failures - 1, 10))
         return pause * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not secrecy
@@ -46,19 +54,22 @@ class Outage:
     def _tell(self, error: Error) -> None:
         connection = connections[self.using]
         if is_loss(connection, error):
+            self.trouble = "away"
             now = time.monotonic()
             known = now - _told_at.get(self.using, float("-inf")) < TOLD_FOR
             _told_at[self.using] = now
             level = logging.DEBUG if known or self.failures > 1 else logging.WARNING
             logger.log(level, "%s: the database %r is away and is waited for: %s", self.who, self.using, error)
         elif is_race(connection, error):
+            self.trouble = "locked" if self.failures >= CROWDED else ""
             level = logging.WARNING if self.failures == CROWDED else logging.DEBUG
             logger.log(level, "%s: database %r is kept locked by somebody: %s", self.who, self.using, error)
         else:
+            self.trouble = "failing"
             logger.error("%s: a round failed; it goes on.", self.who, exc_info=error)
 
     def over(self) -> None:
         """The loop works (again)."""
         if self.failures:
             logger.info("%s: the database %r answers again.", self.who, self.using)
-            self.failures = 0
+            self.failures, self.trouble = 0, ""

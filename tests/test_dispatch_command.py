@@ -13,7 +13,7 @@ from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.db import OperationalError, connections
 
-from outbox import Topic, handler
+from outbox import Topic, crew, handler
 from outbox.management.commands import outbox_dispatch
 from outbox.management.stopping import SIGNALS, StopSignals
 from outbox.models import Attempt
@@ -357,8 +357,8 @@ def test_a_dispatcher_that_hangs_in_a_statement_is_left_behind(monkeypatch):
         return dispatcher
 
     monkeypatch.setattr(outbox_dispatch, "Dispatcher", hang)
-    monkeypatch.setattr(outbox_dispatch, "LAST_WRITES", 0.1)
-    monkeypatch.setattr(outbox_dispatch, "MARGIN", 0.1)
+    monkeypatch.setattr(crew, "LAST_WRITES", 0.1)
+    monkeypatch.setattr(crew, "MARGIN", 0.1)
     with in_a_thread("--grace", "0.1") as (stop, result):
         stop.set()
         wait_until(lambda: result)

@@ -539,10 +539,10 @@ def test_a_handler_out_of_time_ends_its_attempt_and_frees_its_slot(log):
         wait_until(lambda: settled(*quick))
         wait_until(lambda: state(hanging[0]) == State.DEAD)
         assert stuck.runs[0].lease.lost
-        assert dispatcher.stuck >= 1
+        assert dispatcher.vitals.condition().stuck >= 1
         wait_until(lambda: state(hanging[1]) == State.DEAD)
         stuck.open.set()
-        wait_until(lambda: dispatcher.stuck == 0)
+        wait_until(lambda: dispatcher.vitals.condition().stuck == 0)
         last = put("job", "last")
         wait_until(lambda: settled(last))
     assert outcomes(hanging[0]) == ["timed_out"]
@@ -562,7 +562,7 @@ def test_in_a_lane_nobody_starts_before_the_thread_that_ran_out_of_time_has_ende
     handler("job", timeout=0.3, max_attempts=1)(handle)
     first, second = put("job", "A", ordering_key="k"), put("job", "B", ordering_key="k")
     with dispatching(concurrency=2, lease=0.9) as dispatcher:
-        wait_until(lambda: dispatcher.stuck == 1)
+        wait_until(lambda: dispatcher.vitals.condition().stuck == 1)
         held = fresh(first).due_at
         wait_until(lambda: fresh(first).due_at > held + timedelta(seconds=0.5))  # renewed, beyond its timeout
         assert (log, state(first), state(second)) == (["A"], State.PENDING, State.PENDING)
@@ -610,7 +610,7 @@ def test_an_atomic_handler_out_of_time_is_rolled_back(log):
     with dispatching() as dispatcher:
         wait_until(lambda: state(row) == State.DEAD)
         gate.open.set()
-        wait_until(lambda: dispatcher.stuck == 0)
+        wait_until(lambda: dispatcher.vitals.condition().stuck == 0)
     assert not Order.objects.exists()
 
 
@@ -748,7 +748,7 @@ def test_a_long_lease_keeps_the_report_fresh():
         using="default",
         seconds=3600,
         held=list,
-        report=lambda: None,
+        report=lambda: True,
         worked_at=time.monotonic,
         window=5,
         give_up=print,
@@ -1026,7 +1026,7 @@ def test_a_stuck_handler_does_not_keep_a_message_from_running_alone():
     handler("suspect", ordering="none")(alone)
     put("stuck")
     with dispatching(concurrency=4) as dispatcher:
-        wait_until(lambda: dispatcher.stuck == 1)
+        wait_until(lambda: dispatcher.vitals.condition().stuck == 1)
         suspect = put_suspect(2)
         wait_until(lambda: settled(suspect))
         stuck.open.set()
@@ -1038,7 +1038,7 @@ def test_a_message_that_ran_alone_and_hangs_does_not_stop_the_dispatcher(log):
     noting(log, ordering="none")
     put_suspect(2)
     with dispatching(concurrency=4) as dispatcher:
-        wait_until(lambda: dispatcher.stuck == 1)
+        wait_until(lambda: dispatcher.vitals.condition().stuck == 1)
         row = put("job", "goes on")
         wait_until(lambda: settled(row))
         stuck.open.set()

@@ -1,4 +1,4 @@
-"""How a command is asked to stop: the first signal is noticed, the second one ends the process."""
+"""How a command is asked to stop: the first signal is noticed, the second one usually ends the process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import select
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger("outbox")
@@ -15,14 +16,23 @@ logger = logging.getLogger("outbox")
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK") if hasattr(signal, name))
 
 
+def leave_at_once(number: int) -> None:
+    os._exit(128 + number)
+
+
+def ignore(_number: int) -> None:
+    """In a child of a supervisor all signals count as one: Ctrl-C reaches the whole group; force comes as SIGKILL."""
+
+
 class StopSignals:
-    """Notices the first stop signal, and leaves the process at once on the second; outside the main thread neither.
+    """Notices the first stop signal, and calls ``further`` with the next; outside the main thread neither.
 
     The handler only rings: what it interrupts may hold any lock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, further: Callable[[int], None] = leave_at_once) -> None:
         self.seen = False
+        self._further = further
         self._bell, self._button = socket.socketpair()
         self._former: dict[int, Any] = {}
 
@@ -48,6 +58,7 @@ class StopSignals:
 
     def _take(self, number: int, _frame: object) -> None:
         if self.seen:
-            os._exit(128 + number)
+            self._further(number)
+            return
         self.seen = True
         self._button.send(b"\0")

@@ -7,30 +7,34 @@ import logging
 import os
 import sys
 import threading
-import time
 from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from django.apps import apps
 from django.core.management.base import BaseCommand, CommandError
-from django.db import Error, connections, router
 
 from outbox.conf import options
-from outbox.database import close_quietly
+from outbox.crew import MARGIN, Crew
 from outbox.dispatcher import LAST_WRITES, Dispatcher
-from outbox.handlers import Handler, registry
+from outbox.lifeline import Lifeline
+from outbox.limits import Limits
 from outbox.management.arguments import USAGE, as_parsed, duration
-from outbox.management.stopping import StopSignals
-from outbox.models import Message
+from outbox.management.preparing import limits_of, plans_of
+from outbox.management.stopping import StopSignals, ignore, leave_at_once
 from outbox.plans import Plan
+from outbox.posts import LEAST_PATIENCE, Terms
+from outbox.probes import LivenessFile, Probes
+from outbox.registration import worker_name
+from outbox.supervisor import Supervisor
 
 logger = logging.getLogger("outbox")
 
-GLANCE = 0.1  # seconds between two looks at the threads
-MARGIN = 5.0  # seconds beyond the grace and the last writes, after which a stop does not wait for its threads any more
+GLANCE = 0.1  # seconds between two looks at the threads, or the processes
+LAST_REPORT = 5.0  # seconds that a child may take to end, beyond what it allows itself
 COUNTS = ("processed", "delivered", "retried", "dead", "discarded", "skipped")
 
 
@@ -60,159 +64,138 @@ class Command(BaseCommand):
         add = parser.add_argument
         add("--topic", action="append", default=[], metavar="GLOB", help="only topics like this; may be repeated")
         add("--exclude-topic", action="append", default=[], metavar="GLOB", help="no topics like this; may be repeated")
-        add(
-            "--database",
-            action="append",
-            default=[],
-            metavar="ALIAS",
-            help="may be repeated; default: where the router writes messages",
-        )
+        where = "may be repeated; default: where the router writes messages"
+        add("--database", action="append", default=[], metavar="ALIAS", help=where)
         add("--concurrency", type=int, default=current.CONCURRENCY, help="handlers at once (%(default)s)")
         mode = parser.add_mutually_exclusive_group()
         mode.add_argument("--once", action="store_true", help="one claim; deliver that and exit")
         mode.add_argument("--drain", action="store_true", help="deliver until nothing is due now, and exit")
         add("--limit", type=int, help="start at most so many messages, and exit")
-        add(
-            "--lease",
-            type=seconds,
-            default=current.LEASE,
-            help="seconds that a claim lasts; renewed every third (%(default)s)",
-        )
+        lease = "seconds that a claim lasts; renewed every third (%(default)s)"
+        add("--lease", type=seconds, default=current.LEASE, help=lease)
         add("--poll", type=seconds, default=current.POLL, help="seconds between two looks (%(default)s)")
         add("--grace", type=seconds, default=current.GRACE, help="seconds a stop waits for handlers (%(default)s)")
         add("--batch", type=int, default=current.BATCH, help="messages in one claim at most (%(default)s)")
         add("--exit-on-db-error", action="store_true", help="exit with 1 instead of waiting for the database")
         add("--format", choices=("text", "json"), default="text", help="of the report (%(default)s)")
+        self._add_arguments_of_processes(parser)
+
+    def _add_arguments_of_processes(self, parser: ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--processes", type=int, default=1, help="processes, each with so many slots; replaced when they die")
+        add("--max-messages", type=int, metavar="N", help="a process ends, and is replaced, after N messages")
+        add("--max-rss", type=float, metavar="MB", help="the same, once it uses so much memory (Linux)")
+        add("--max-seconds", type=seconds, metavar="S", help="the same, after S seconds, or up to a tenth more")
+        add("--probe-port", type=int, metavar="PORT", help="answer /livez, /readyz and /startupz there")
+        add("--probe-host", default="127.0.0.1", metavar="HOST", help="the address for it (%(default)s)")
+        add("--liveness-file", metavar="PATH", help="touch this file about once a second while the process lives")
 
     def handle(self, *args: Any, stop_event: threading.Event | None = None, **options: Any) -> None:
         given = as_parsed(self, options)
-        handlers = _selected(given["topic"], given["exclude_topic"])
-        aliases = list(dict.fromkeys(given["database"] or [router.db_for_write(Message)]))
-        for using in aliases:
-            _check_table(using)
-        dispatchers = [Dispatcher(_plan(using, handlers, given)) for using in aliases]
-        if not any(each.plan.ends_by_itself for each in dispatchers):
-            self._say_what_starts(dispatchers)
-        with StopSignals() as signals:
-            _run(dispatchers, signals, stop_event)
-        self._print_report(dispatchers, given["format"])
-        failures = [each.failure for each in dispatchers if each.failure]
-        if self._owns_the_process and any(each.left_running for each in dispatchers):
-            _leave(failures)
-        if failures:
-            raise CommandError("; ".join(failures), returncode=1)
+        lifeline = Lifeline.inherited() if self._owns_the_process else None
+        if lifeline is not None:
+            self._work_for_a_parent(given, lifeline)
+            return
+        limits, plans = limits_of(given), plans_of(given)
+        work = self._crew(plans, limits) if given["processes"] == 1 else self._family(plans, given["processes"])
+        if not any(each.ends_by_itself for each in plans):
+            self._say_what_starts(plans, given["processes"])
+        further = partial(_kill_and_leave, work) if isinstance(work, Supervisor) else leave_at_once
+        with StopSignals(further) as signals, ExitStack() as stack:
+            note = _observe(work, given, stack)
+            _run(work, signals, stop_event, note)
+        self._print_report(work.counts, given["format"])
+        if self._owns_the_process and isinstance(work, Crew) and work.left_running:
+            _leave(work.failures)
+        if work.failures:
+            raise CommandError("; ".join(work.failures), returncode=work.code)
 
-    def _say_what_starts(self, dispatchers: Sequence[Dispatcher]) -> None:
-        plan = dispatchers[0].plan
-        where = ", ".join(each.plan.using for each in dispatchers)
+    def _work_for_a_parent(self, given: dict[str, Any], lifeline: Lifeline) -> None:
+        """Work as one of several processes: report to the parent, and stop when it says so or is gone."""
+        crews: list[Crew] = []
+        lifeline.watch(lambda: crews[0].report() if crews else {})
+        try:
+            limits, plans = limits_of(given), plans_of(given)
+        except CommandError as error:
+            lifeline.end(refused=str(error), code=error.returncode)
+            raise
+        crew = self._crew(plans, limits)
+        crews.append(crew)
+        with StopSignals(ignore) as signals:
+            _run(crew, signals, lifeline.stopped)
+        lifeline.end(**crew.report())
+        if crew.left_running:
+            _leave(crew.failures)
+        if crew.failures:
+            raise CommandError("; ".join(crew.failures), returncode=crew.code)
+
+    def _crew(self, plans: Sequence[Plan], limits: Limits) -> Crew:
+        return Crew([Dispatcher(each) for each in plans], limits)
+
+    def _family(self, plans: Sequence[Plan], processes: int) -> Supervisor:
+        """The parent of so many processes that run this very command line."""
+        if not self._owns_the_process:
+            text = "--processes needs a process of its own: start the command from a command line."
+            raise CommandError(text, returncode=USAGE)
+        terms = Terms(
+            command=[sys.executable, *sys.orig_argv[1:]],
+            processes=processes,
+            patience=max(LEAST_PATIENCE, *(each.lease for each in plans)),
+            leaving=max(each.grace for each in plans) + LAST_WRITES + MARGIN + LAST_REPORT,
+            strict=any(each.exit_on_database_error for each in plans),
+        )
+        return Supervisor(terms)
+
+    def _say_what_starts(self, plans: Sequence[Plan], processes: int) -> None:
+        plan = plans[0]
+        where = ", ".join(each.using for each in plans)
         topics = ", ".join(sorted({each.topic for each in plan.handlers}))
+        slots = f"{plan.concurrency} slots" + (f" of each of {processes} processes" if processes > 1 else "")
         self.stderr.write(
-            f"Delivering {topics} from {where} in {plan.concurrency} slots as {dispatchers[0].name}. Ctrl-C stops.",
-            self.style.SUCCESS,
+            f"Delivering {topics} from {where} in {slots} as {worker_name()}. Ctrl-C stops.", self.style.SUCCESS
         )
 
-    def _print_report(self, dispatchers: Sequence[Dispatcher], form: str) -> None:
-        counts: Counter[str] = Counter()
-        for each in dispatchers:
-            counts.update(each.counts)
+    def _print_report(self, counts: Counter[str], form: str) -> None:
         if form == "json":
             self.stdout.write(json.dumps({name: counts[name] for name in COUNTS}))
         else:
             self.stdout.write(", ".join(f"{name} {counts[name]}" for name in COUNTS))
 
 
-def _selected(topics: list[str], excluded: list[str]) -> list[Handler]:
-    """The handlers to serve. Refuses while a required topic has none, or two handlers share a name."""
-    missing = registry.unhandled(required=True)
-    if missing:
-        raise CommandError(
-            f"These required topics have no handler: {', '.join(missing)}. Their messages would wait for ever. "
-            "Register a handler in an outbox_handlers module, or declare the topic without required=True.",
-            returncode=1,
-        )
-    if registry.duplicates:
-        names = ", ".join(sorted({each.name for each in registry.duplicates}))
-        hint = "Give each its own: @handler(..., name=…)."
-        raise CommandError(f"Several handlers are named {names}. {hint}", returncode=1)
-    handlers = [
-        each
-        for each in registry.handlers()
-        if (not topics or any(fnmatchcase(each.topic, glob) for glob in topics))
-        and not any(fnmatchcase(each.topic, glob) for glob in excluded)
-    ]
-    if not handlers:
-        known = ", ".join(sorted({each.topic for each in registry.handlers()})) or "none"
-        raise CommandError(f"No handler matches; topics with a handler: {known}.", returncode=USAGE)
-    for glob in dict.fromkeys(topics):
-        if not any(fnmatchcase(each.topic, glob) for each in registry.handlers()):
-            logger.warning("No topic with a handler matches %r.", glob)
-    return handlers
-
-
-def _check_table(using: str) -> None:
-    """Refuse to run where the tables are missing; a database that does not answer is waited for."""
-    if using not in connections:
-        raise CommandError(f"There is no database {using!r}; known: {', '.join(connections)}.", returncode=USAGE)
-    connection = connections[using]
+def _observe(work: Crew | Supervisor, given: dict[str, Any], stack: ExitStack) -> Callable[[], None]:
+    """Serve the probes; returns what is to be called now and then."""
     try:
-        with connection.cursor() as cursor:
-            tables = connection.introspection.table_names(cursor)
-    except Error as error:
-        logger.warning("The database %r does not answer yet: %s", using, error)
-        return
-    finally:
-        if not connection.in_atomic_block:
-            close_quietly(using)  # this thread will not need it again
-    missing = {model._meta.db_table for model in apps.get_app_config("outbox").get_models()}.difference(tables)
-    if missing:
-        raise CommandError(
-            f"The database {using!r} lacks {', '.join(sorted(missing))}. "
-            f"Run: manage.py migrate outbox --database {using}",
-            returncode=1,
-        )
+        if given["probe_port"] is not None:
+            probes = Probes(given["probe_host"], given["probe_port"], work.verdict)
+            stack.callback(probes.close)
+            logger.info("Probes are answered at %s.", probes.address)
+        if given["liveness_file"]:
+            file = LivenessFile(Path(given["liveness_file"]))
+            stack.callback(file.close)
+            return partial(file.note, work.verdict)
+    except OSError as error:
+        raise CommandError(f"The probes cannot be served: {error}", returncode=1) from None
+    return lambda: None
 
 
-def _plan(using: str, handlers: list[Handler], given: dict[str, Any]) -> Plan:
-    if given["once"] and given["drain"]:
-        raise CommandError("--once and --drain contradict one another.", returncode=USAGE)
-    try:
-        return Plan(
-            using=using,
-            handlers=handlers,
-            concurrency=given["concurrency"],
-            lease=given["lease"],
-            poll=given["poll"],
-            grace=given["grace"],
-            batch=given["batch"],
-            mode="once" if given["once"] else "drain" if given["drain"] else "run",
-            limit=given["limit"],
-            exit_on_database_error=given["exit_on_db_error"],
-        )
-    except ValueError as error:
-        raise CommandError(f"--{error}", returncode=USAGE) from None
-
-
-def _run(dispatchers: Sequence[Dispatcher], signals: StopSignals, stop_event: threading.Event | None) -> None:
-    """Run each dispatcher in a thread of its own, so that this one is free for signals, whatever the database does.
-
-    When one of them gives up, all stop: whoever watches the process must see it end.
-    """
-    threads = {each: threading.Thread(target=each.run, name="outbox-loop", daemon=True) for each in dispatchers}
-    for thread in threads.values():
-        thread.start()
-    leave_at: float | None = None
-    while alive := [each for each, thread in threads.items() if thread.is_alive()]:
-        asked = signals.seen or (stop_event is not None and stop_event.is_set())
-        if leave_at is None and (asked or any(each.failure for each in dispatchers)):
-            leave_at = time.monotonic() + max(each.plan.grace for each in dispatchers) + LAST_WRITES + MARGIN
-            for each in dispatchers:
-                each.stop()
-            logger.info("Stopping: nothing more is claimed, and what runs may finish.")
-        if leave_at is not None and time.monotonic() > leave_at:
-            for each in alive:
-                each.abandon()
-            return
+def _run(
+    work: Crew | Supervisor,
+    signals: StopSignals,
+    stop_event: threading.Event | None,
+    note: Callable[[], None] = lambda: None,
+) -> None:
+    """Let it work until it has ended. This thread only looks after it, and is free for signals."""
+    work.start()
+    while work.go_on():
+        if signals.seen or (stop_event is not None and stop_event.is_set()):
+            work.stop()
+        note()
         signals.wait(GLANCE)
+
+
+def _kill_and_leave(work: Supervisor, number: int) -> None:
+    work.kill()
+    leave_at_once(number)
 
 
 def _leave(failures: Sequence[str]) -> None:
