@@ -243,7 +243,7 @@ def _optional(name):
 
 @pytest.mark.parametrize("page", by_name(PAGES))
 def test_every_block_of_a_page_says_what_it_is(page):
-    known = {"python", "pycon", "console", "ini", "yaml", "json", "toml", "text", "step"}
+    known = {"python", "pycon", "console", "ini", "yaml", "json", "toml", "sql", "text", "step"}
     for block in page.blocks:
         assert block.language in known or block.language.startswith("{"), f"{page.name}:{block.line}"
 
