@@ -391,6 +391,7 @@ def plan_of(sql):
         return "\n".join(" ".join(map(str, row)) for row in cursor.fetchall())
 
 
+@pytest.mark.slow
 @pytest.mark.django_db(transaction=True)  # MariaDB's ANALYZE commits
 def test_twenty_thousand_rows_are_counted_and_listed_over_indexes(admin_client):
     """Scenario 57: dead rows among a long history are found over the state's index, never by reading the table."""

@@ -184,7 +184,7 @@ def path():
     return work
 
 
-@pytest.mark.parametrize("statistics", ["fresh", "stale"])
+@pytest.mark.parametrize("statistics", ["fresh", pytest.param("stale", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("crowd", sorted(CROWDS))
 def test_the_cost_of_the_path_is_the_cost_of_the_batch(crowd, statistics):
     """Invariant 4, P11, scenarios 41 and 50, R9."""
