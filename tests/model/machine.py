@@ -15,6 +15,7 @@ from outbox.models import Attempt, Intervention, Message, State
 from outbox.operations import discard, make_due, requeue
 from outbox.retention import prune, sweep
 from tests import rows
+from tests.model import reference
 from tests.model.reference import ALONE_FROM, VERDICTS, Expected, Reference
 from tests.specimens import BUDGET, check_invariants, claimer, hand_over, verdict
 
@@ -33,7 +34,7 @@ verdicts = st.one_of(st.just("delivered"), st.sampled_from(sorted(VERDICTS)))
 class Machine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        assert PRODUCT_ALONE_FROM == ALONE_FROM
+        assert (reference.BUDGET, ALONE_FROM) == (BUDGET, PRODUCT_ALONE_FROM)
         for model in (Attempt, Intervention, Message):
             model.objects.all().delete()
         self.reference = Reference()
@@ -114,7 +115,7 @@ class Machine(RuleBasedStateMachine):
         room=st.sampled_from([None, None, None, 0, 1]),
     )
     def claim(self, worker, limit, start, alone, room):
-        caps = None if room is None else {name: room for name in ("account", "mail", "stock")} | {"ledger": 2}
+        caps = None if room is None else dict.fromkeys(("account", "mail", "stock"), room) | {"ledger": 2}
         found = self.claimers[worker].claim(limit, seconds=60, start=start, alone=alone, room=caps)
         names = WORKERS[worker] or tuple(self.handlers_known())
         room_of = {name: limit if caps is None else caps.get(name, 0) for name in names}
@@ -249,23 +250,25 @@ class Machine(RuleBasedStateMachine):
 
     # --- time passes, and processes die
 
-    @precondition(lambda self: self.leases)
+    @rule(worker=st.sampled_from(sorted(WORKERS)))
+    def crash(self, worker):
+        """A process forgets what it holds, and nobody tells the database."""
+        self.leases = [lease for lease in self.leases if lease.worker != worker]
+
+    @precondition(lambda self: any(row.held for row in self.reference.messages.values()))
     @rule(chosen=picks)
     def lapse(self, chosen):
         """Leases run out; their holders may be dead, or only slow: they may still come back."""
-        for lease in self._leases(chosen):
-            row = self.reference.messages.get(lease.id)
-            if self._stands(lease):
-                row.when = "due"
-                Message.objects.filter(pk=lease.id).update(due_at=rows.ago(900))
+        held = [row for row in self._sorted() if row.held]
+        self._pass({held[number % len(held)].id for number in chosen}.__contains__)
 
     @rule()
     def time_passes(self):
         """Backoffs and delivery times are over."""
-        self._pass(lambda row: row.token is None)
+        self._pass(lambda pk: self.reference.messages[pk].token is None)
 
     def _pass(self, chosen):
-        waiting = [row for row in self.reference.messages.values() if row.when == "later" and chosen(row)]
+        waiting = [row for row in self.reference.messages.values() if row.when == "later" and chosen(row.id)]
         for row in waiting:
             row.when = "due"
         Message.objects.filter(pk__in=[row.id for row in waiting]).update(due_at=rows.ago(900))
@@ -334,7 +337,7 @@ class Machine(RuleBasedStateMachine):
     def teardown(self):
         """With time passing and nobody meddling everything ends, and nobody sleeps for ever."""
         for _ in range(80):
-            self._pass(lambda row: True)
+            self._pass(lambda pk: True)
             self.claim("all", 3, None, True, None)
             self.all_is_well()
             while standing := [lease for lease in self.leases if self._stands(lease)]:

@@ -10,7 +10,7 @@ ALONE_FROM = 2  # lapses in a row
 ORDER = {"mail": "none", "account": "key", "stock": "key", "ledger": "topic"}
 BLOCKS = {"stock"}  # a dead message of these stops its lane
 
-# verdict -> the state it leads to, the reason, the outcome that is recorded, whether it is due at once, whether it refunds
+# verdict -> the state it leads to, the reason, the outcome that is recorded, due at once?, refunds?
 VERDICTS = {
     "delivered": ("delivered", "", "delivered", False, False),
     "retry": ("pending", "", "failed", False, False),

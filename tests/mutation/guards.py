@@ -143,7 +143,7 @@ class Finder:
                     self.neutral(argument, keyword=None)
 
     def neutral(self, node, *, keyword):
-        """Replace a condition by one that changes nothing; within an `or`, and where it chooses, also by its opposite."""
+        """Replace a condition by one that is always met; where it is one of several ways, also by one that never is."""
         always, never = f"{INSTEAD}.ALWAYS", f"{INSTEAD}.NEVER"
         if keyword is not None:
             always, never = "pk__isnull=False", "pk__isnull=True"
