@@ -21,7 +21,6 @@ from outbox.redaction import redacted
 logger = logging.getLogger("outbox")
 
 MARGIN = 5.0  # seconds beyond the grace and the last writes, after which a stop does not wait for its threads any more
-CHECK_EVERY = 1.0  # seconds between two looks at the limits
 
 
 class Crew:
@@ -40,7 +39,6 @@ class Crew:
             each: threading.Thread(target=each.run, name="outbox-loop", daemon=True) for each in dispatchers
         }
         self._born = time.monotonic()
-        self._check_at = self._born
         self._leave_at: float | None = None
 
     @property
@@ -90,21 +88,20 @@ class Crew:
     def go_on(self) -> bool:
         """Look after the threads once; False when they have ended, or hang although they were told to stop."""
         alive = [each for each, thread in self._threads.items() if thread.is_alive()]
-        now = time.monotonic()
         if self._leave_at is None:
-            self._check(now)
-        elif now > self._leave_at:
+            self._check()
+        elif time.monotonic() > self._leave_at:
             for each in alive:
                 each.abandon()
             return False
         return bool(alive)
 
-    def _check(self, now: float) -> None:
+    def _check(self) -> None:
         if any(each.failure for each in self.dispatchers):
             self.stop()
-        elif now >= self._check_at:
-            self._check_at = now + CHECK_EVERY
-            self.recycling = self._limits.reached(processed=self.counts["processed"], age=now - self._born)
-            if self.recycling:
-                logger.info("This process makes room for a fresh one: %s.", self.recycling)
-                self.stop()
+            return
+        age = time.monotonic() - self._born
+        self.recycling = self._limits.reached(processed=self.counts["processed"], age=age)
+        if self.recycling:
+            logger.info("This process makes room for a fresh one: %s.", self.recycling)
+            self.stop()

@@ -21,7 +21,7 @@ FIRST_PAUSE = 0.5  # seconds until a child that failed is replaced; doubled with
 LONGEST_PAUSE = 60.0
 GOOD_WHILE = 60.0  # seconds of work after which a failure counts as the first one again
 LEAST_PATIENCE = 5.0  # seconds: a crowded machine may keep a healthy child from its report so long
-SILENT = 5.0  # seconds without a report that a probe tells
+SILENT = 3.0  # seconds without a report that a probe tells
 LEAST_LIFE = 1.0  # seconds: what recycles itself sooner, and did nothing, has a limit that it cannot keep
 CHANGING = "process_changing"  # a problem only while no other process works
 
@@ -126,13 +126,13 @@ class Post:
 
     def _start(self, now: float) -> None:
         self._leave_by, self._why = float("inf"), ""
-        self.starts += 1
         try:
             self.child = Child(self._terms.command)
         except OSError as error:
             self._put_off(now, f"could not be started: {error}", "")
         else:
             logger.info("Outbox %s started, pid %s.", self.name, self.child.pid)
+        self.starts += 1
 
     def _ask_to_stop(self, child: Child) -> None:
         child.ask_to_stop()
