@@ -93,6 +93,11 @@ class Topic:
         return self.name
 
 
+def _is_async(function: Callable[..., Any]) -> bool:
+    call = getattr(function, "__call__", None)  # noqa: B004 - an object with async __call__
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handler:
     """A registered handler and how its messages are treated. None means: as ``settings.OUTBOX`` says."""
@@ -110,10 +115,10 @@ class Handler:
     payload_versions: tuple[int, ...] = (1,)
     aliases: tuple[str, ...] = ()
 
-    @property
-    def is_async(self) -> bool:
-        call = getattr(self.function, "__call__", None)  # noqa: B004 - an object with async __call__
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+    is_async: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_async", _is_async(self.function))
 
     @property
     def policy(self) -> RetryPolicy:

@@ -28,11 +28,11 @@ def increment_unlocked(
         f"ON p.id = w.id AND p.lease_token = w.token AND p.{column} = w.value "
         f"WHERE p.id = ANY(%s::bigint[]) AND p.state = 'pending' ORDER BY p.id FOR UPDATE OF p SKIP LOCKED"
     )
-    ids, tokens, values = (list(part) for part in zip(*rows, strict=True))
+    ids, tokens, values = zip(*rows, strict=True)
     with connection.cursor() as cursor:
         cursor.execute(
             f"UPDATE {name} SET {column} = {column} + 1 WHERE id = ANY(ARRAY({found})) RETURNING id, lease_token",
-            [ids, tokens, values, ids],
+            [_array(ids), _array(tokens), _array(values), _array(ids)],
         )
         return set(cursor.fetchall())
 
@@ -53,12 +53,12 @@ def deliver_unlocked(using: str, table: str, rows: Sequence[tuple[int, int]]) ->
         f"WHERE p.id = ANY(%s::bigint[]) AND p.state = 'pending' AND p.lane IS NULL "
         f"ORDER BY p.id FOR UPDATE OF p SKIP LOCKED"
     )
-    ids, tokens = (list(part) for part in zip(*rows, strict=True))
+    ids, tokens = zip(*rows, strict=True)
     with connection.cursor() as cursor:
         cursor.execute(
             f"UPDATE {name} SET state = 'delivered', settled_at = {now}, due_at = NULL, lease_token = NULL, lapses = 0 "
             f"WHERE id = ANY(ARRAY({found})) RETURNING id",
-            [ids, tokens, ids],
+            [_array(ids), _array(tokens), _array(ids)],
         )
         return {pk for (pk,) in cursor.fetchall()}
 
@@ -96,8 +96,13 @@ def lease_free(
         f"WHERE id = ANY(ARRAY({free})) RETURNING {columns}"
     )
     with connection.cursor() as cursor:
-        cursor.execute(sql, [token, worker, micros, list(charged), list(ids), budget])
+        cursor.execute(sql, [token, worker, micros, _array(charged), _array(ids), budget])
         return _instances(model, connection, cursor.fetchall())
+
+
+def _array(numbers: Sequence[int]) -> str:
+    """An array as PostgreSQL writes it. The driver takes ten times as long to adapt a list of integers."""
+    return f"{{{','.join(map(str, numbers))}}}"
 
 
 def _instances(model: type[models.Model], connection: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
