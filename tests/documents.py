@@ -97,5 +97,5 @@ def page(name):
 
 
 def all_pages():
-    pages = [page(name) for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+    pages = [page(name) for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
     return [*pages, *(Page(path) for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts)]
