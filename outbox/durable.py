@@ -14,7 +14,7 @@ from django.db import transaction
 from outbox import delivery
 from outbox.exceptions import Bury, InvalidIntent, OutboxError, PostCommitEffectError
 from outbox.handlers import Envelope, registry
-from outbox.intents import Draft, Intent, draft
+from outbox.intents import Draft, Intent, draft, iterated
 from outbox.models import Message, Reason, State
 from outbox.recording import Staged, write
 from outbox.staging import own_transaction
@@ -68,6 +68,8 @@ class DurableCommand:
         `stage` does, before the commit; PostCommitEffectError after it, when an immediate delivery failed. Inside an
         atomic block it raises NotInTransaction: nothing would be committed when it returns.
         """
+        if not callable(business):
+            raise InvalidIntent(f"business must be a function, not {type(business).__name__}.")
         _check_sync(business, "business")
         _check_sync(effects, "effects")
         ready: Ready = () if callable(effects) else _prepare(effects)
@@ -96,10 +98,10 @@ Ready = Sequence[tuple[Draft, Deliver | None]]
 def _prepare(effects: Iterable[Effect]) -> Ready:
     """Check all effects. Their drafts say by ``deliver_now`` which ones are delivered here."""
     ready = []
-    for number, effect in enumerate(effects):
+    for number, effect in enumerate(iterated(effects, "effects")):
         if not isinstance(effect, Effect):
             raise InvalidIntent(f"effects[{number}] is not an Effect but a {type(effect).__name__}.")
-        each = draft(effect.intent, f"effects[{number}].")
+        each = draft(effect.intent, f"effects[{number}].intent")
         if effect.deliver is not None:
             _check_deliver(effect, each, f"effects[{number}].")
             each = replace(each, deliver_now=True)

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from outbox.durable import PostCommitResult
 
 
+LONGEST = 36525 * 86400.0  # seconds: a century
+
+
 class OutboxError(Exception):
     """Base of every error of this app."""
 
@@ -146,7 +149,9 @@ class Discard(Verdict):
 
 
 def _seconds(value: float | timedelta, what: str) -> float:
-    seconds = value.total_seconds() if isinstance(value, timedelta) else float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float | timedelta):
+        raise TypeError(f"{what} must be a number of seconds or a timedelta, not {value!r}.")
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if not 0 <= seconds < float("inf"):
         raise ValueError(f"{what} must be a finite number of seconds, zero or more, not {value!r}.")
-    return seconds
+    return float(min(seconds, LONGEST))

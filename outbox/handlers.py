@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from django.core.exceptions import ImproperlyConfigured
 
 from outbox.conf import options
-from outbox.exceptions import LeaseLost
+from outbox.exceptions import LONGEST, LeaseLost
 from outbox.registry import cut
 from outbox.registry import registry as registry
 from outbox.retries import RetryPolicy
@@ -201,7 +201,8 @@ def handler(
     topic_name = topic.name if isinstance(topic, Topic) else topic
     _check_name(topic_name, "topic")
     handler_name = topic_name if name is None else name
-    _demand(not isinstance(aliases, str), handler_name, f"aliases must be a list of names, not {aliases!r}")
+    several = isinstance(aliases, Iterable) and not isinstance(aliases, str)
+    _demand(several, handler_name, f"aliases must be a list of names, not {aliases!r}")
     former = tuple(aliases)
     for each in (handler_name, *former):
         _check_name(each, "handler")
@@ -213,8 +214,8 @@ def handler(
     _demand(dead_head in DEAD_HEADS, handler_name, f"dead_head must be one of {DEAD_HEADS}, not {dead_head!r}")
     enough = max_attempts is None or (isinstance(max_attempts, int) and max_attempts >= 1)
     _demand(enough, handler_name, f"max_attempts must be a whole number from 1 on, not {max_attempts!r}")
-    finite = timeout is None or (isinstance(timeout, int | float) and 0 < timeout < float("inf"))
-    _demand(finite, handler_name, f"timeout must be a finite number of seconds above 0, not {timeout!r}")
+    finite = timeout is None or (isinstance(timeout, int | float) and 0 < timeout <= LONGEST)
+    _demand(finite, handler_name, f"timeout must be a number of seconds above 0, a century at most, not {timeout!r}")
     part = share is None or (isinstance(share, int | float) and 0 < share <= 1)
     _demand(part, handler_name, f"share must be above 0 and at most 1, not {share!r}")
     numbers = bool(versions) and all(isinstance(each, int) and each >= 1 for each in versions)

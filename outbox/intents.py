@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 from outbox import payloads
@@ -16,6 +16,7 @@ from outbox.inserting import FromNow, Row, Table
 from outbox.models import Message
 
 Instant = datetime | timedelta
+T = TypeVar("T")
 
 NOW = FromNow()
 
@@ -123,8 +124,23 @@ class Draft:
         return (handler, True, 0, self.event_key) if lane is None else (handler, False, lane, number)
 
 
-def draft(intent: Intent, where: str = "") -> Draft:
-    """Check every part of an intent. Raises InvalidIntent, whose text calls it ``where``."""
+def drafts_of(intents: Iterable[Intent], what: str) -> list[Draft]:
+    """Check all intents that a call was given as ``what``."""
+    return [draft(intent, f"{what}[{number}]") for number, intent in enumerate(iterated(intents, what))]
+
+
+def iterated(values: Iterable[T], what: str) -> Iterable[T]:
+    """The values, if they can be iterated over at all. Raises InvalidIntent."""
+    if not isinstance(values, Iterable):
+        raise InvalidIntent(f"{what} must be several, in a list or the like, not a {type(values).__name__}.")
+    return values
+
+
+def draft(intent: Intent, place: str = "") -> Draft:
+    """Check every part of an intent. Raises InvalidIntent, whose text calls it by its ``place`` in a call."""
+    if not isinstance(intent, Intent):
+        raise InvalidIntent(f"{place or 'intent'} is not an Intent but a {type(intent).__name__}.")
+    where = place and f"{place}."
     topic = str.__str__(registry.check_topic(intent.topic))
     handlers = registry.handlers_of(topic)
     version = payloads.version(intent.payload_version, f"{where}payload_version")

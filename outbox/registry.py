@@ -68,10 +68,12 @@ class Registry:
     def check_topic(self, topic: str | Topic) -> str:
         """The name of a declared topic. Raises UnknownTopic with the nearest names."""
         name = topic if isinstance(topic, str) else getattr(topic, "name", topic)
-        if isinstance(name, str) and (name in self._by_topic or name in self._topics):
+        if not isinstance(name, str):
+            raise UnknownTopic(f"A topic is a string or a Topic, not {cut(topic)!r} of type {type(topic).__name__}.")
+        if name in self._by_topic or name in self._topics:
             return name
         known = sorted({*self._topics, *self._by_topic})
-        near = difflib.get_close_matches(str(name), known, n=3)
+        near = [each for each in known if each.lower() == name.lower()] or difflib.get_close_matches(name, known, n=3)
         hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Declared: {', '.join(known) or 'none'}."
         raise UnknownTopic(
             f"Nobody declares the topic {cut(name)!r}, so a message of it might never be delivered. {hint} "

@@ -14,7 +14,7 @@ from django.db import connections, router, transaction
 
 from outbox.exceptions import InvalidIntent, NotInTransaction
 from outbox.handlers import Topic
-from outbox.intents import Instant, Intent, draft
+from outbox.intents import Instant, Intent, draft, drafts_of
 from outbox.models import Message
 from outbox.recording import Staged, write
 
@@ -41,7 +41,7 @@ def stage(
     Raises NotInTransaction, InvalidIntent (InvalidPayload, UnknownTopic) and EventKeyConflict; after any of them the
     transaction goes on.
     """
-    alias = _callers_transaction(using)
+    alias = _callers_transaction(using, "stage")
     intent = Intent(
         topic,
         payload,
@@ -90,12 +90,8 @@ async def astage(
 
 def stage_many(intents: Iterable[Intent], using: str | None = None) -> list[Staged]:
     """Stage thousands of intents in a few statements. The results are in their order; if it raises, none is stored."""
-    alias = _callers_transaction(using)
-    drafts = []
-    for number, intent in enumerate(intents):
-        if not isinstance(intent, Intent):
-            raise InvalidIntent(f"intents[{number}] is not an Intent but a {type(intent).__name__}.")
-        drafts.append(draft(intent, f"intents[{number}]."))
+    alias = _callers_transaction(using, "stage_many")
+    drafts = drafts_of(intents, "intents")
     if not drafts:
         return []
     with transaction.atomic(using=alias):  # a conflict takes back what this call has inserted before it
@@ -105,7 +101,7 @@ def stage_many(intents: Iterable[Intent], using: str | None = None) -> list[Stag
 @contextmanager
 def own_transaction(using: str | None) -> Iterator[str]:
     """A transaction that this block alone commits. Raises NotInTransaction inside somebody else's."""
-    alias = using or router.db_for_write(Message)
+    alias = _alias(using)
     connection = connections[alias]
     if _blocks(connection) or not (connection.in_atomic_block or connection.get_autocommit()):
         raise NotInTransaction(
@@ -128,8 +124,14 @@ def _blocks(connection: Any) -> list[Any]:
     return [block for block in connection.atomic_blocks if not block._from_testcase]
 
 
-def _callers_transaction(using: str | None) -> str:
-    alias = using or router.db_for_write(Message)
+def _alias(using: str | None) -> str:
+    if using is not None and not isinstance(using, str):
+        raise InvalidIntent(f"using must be the alias of a database, not {using!r}.")
+    return using or router.db_for_write(Message)
+
+
+def _callers_transaction(using: str | None, function: str) -> str:
+    alias = _alias(using)
     if _blocks(connections[alias]):
         return alias
     elsewhere = [repr(each.alias) for each in connections.all(initialized_only=True) if _blocks(each)]
@@ -140,6 +142,6 @@ def _callers_transaction(using: str | None) -> str:
         else "Put it into the `with transaction.atomic():` block that writes the business rows."
     )
     raise NotInTransaction(
-        f"stage() needs an atomic() block of yours on database {alias!r}, so that the message is committed with your "
-        f"rows or not at all (neither set_autocommit(False) nor the block of a TestCase is one). {hint}"
+        f"{function}() needs an atomic() block of yours on database {alias!r}, so that the message is committed with "
+        f"your rows or not at all (neither set_autocommit(False) nor the block of a TestCase is one). {hint}"
     )

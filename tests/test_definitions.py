@@ -23,6 +23,8 @@ def deliver(message):
         ({"name": "a b"}, "'a b' is no handler name"),
         ({"name": "x" * 101}, "is no handler name"),
         ({"aliases": "old.name"}, "aliases must be a list of names, not 'old.name'"),
+        ({"aliases": None}, "aliases must be a list of names, not None"),
+        ({"timeout": 10**400}, "a century at most"),
         ({"aliases": ["old name"]}, "'old name' is no handler name"),
         ({"ordering": "fifo"}, "ordering must be one of"),
         ({"dead_head": "stop"}, "dead_head must be one of"),

@@ -272,6 +272,13 @@ def test_a_snooze_says_what_it_takes(until):
         Snooze(until=until)
 
 
+@pytest.mark.parametrize("wait", ["5", True, [5]], ids=repr)
+def test_a_wait_is_a_number_or_a_timedelta(wait):
+    for verdict in (lambda: Retry(after=wait), lambda: Snooze(for_=wait), lambda: Unavailable(after=wait)):
+        with pytest.raises(TypeError, match="must be a number of seconds or a timedelta"):
+            verdict()
+
+
 def spoilt(verdict, **values):
     for name, value in values.items():
         setattr(verdict, name, value)

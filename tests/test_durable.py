@@ -414,3 +414,20 @@ def test_the_async_twin_never_lands_in_another_tasks_transaction():
 
     run(main())
     assert not Order.objects.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((5,), "business must be a function, not int"),
+        ((buy, None), "effects must be several, in a list or the like, not a NoneType"),
+        ((buy, Effect(mail())), "effects must be several, in a list or the like, not a Effect"),
+        ((buy, lambda order: None), "effects must be several, in a list or the like, not a NoneType"),
+        ((buy, [Effect("mail")]), "effects[0].intent is not an Intent but a str"),
+    ],
+)
+def test_what_is_no_command_is_told_in_our_words_and_commits_nothing(arguments, text):
+    with pytest.raises(InvalidIntent) as caught:
+        DurableCommand().execute(*arguments)
+    assert text in str(caught.value)
+    assert not Order.objects.exists()

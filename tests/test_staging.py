@@ -11,6 +11,7 @@ import pytest
 from django.db import connection, connections, models, transaction
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
+from django.utils.translation import gettext_lazy
 
 from outbox import Intent, InvalidPayload, NotInTransaction, Topic, UnknownTopic, handler, inserting, stage, stage_many
 from outbox.exceptions import InvalidIntent
@@ -509,3 +510,27 @@ def test_the_exact_digits_reach_the_database():
     with transaction.atomic():
         stage("order.paid", {"id": 2**53 + 1})
     assert json.dumps(only_message().payload) == '{"id": 9007199254740993}'
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: stage_many(None), InvalidIntent, "intents must be several, in a list or the like, not a NoneType"),
+        (lambda: stage("order.paid", 1, using=5), InvalidIntent, "using must be the alias of a database, not 5"),
+        (
+            lambda: stage(gettext_lazy("order.paid"), 1),
+            UnknownTopic,
+            "A topic is a string or a Topic, not 'order.paid' of",
+        ),
+        (lambda: stage("Order.Paid", 1), UnknownTopic, "Did you mean 'order.paid'?"),
+    ],
+)
+def test_what_cannot_be_meant_is_told_in_our_words(call, error, text):
+    with transaction.atomic(), no_sql(), pytest.raises(error) as caught:
+        call()
+    assert text in str(caught.value)
+
+
+def test_stage_many_is_called_by_its_own_name():
+    with pytest.raises(NotInTransaction, match=r"^stage_many\(\) needs an atomic\(\) block"):
+        stage_many([Intent("order.paid", 1)])
