@@ -95,6 +95,11 @@ def test_a_lane_belongs_to_one_handler_and_one_key(specimens):
     assert account.lane("") not in (None, ledger.lane(None))
 
 
+def test_no_ids_are_no_messages():
+    put("mail")
+    assert list(lanes.pending("default", [])) == []
+
+
 def test_a_lane_number_fits_a_signed_64_bit_column():
     numbers = [lane_of("account", f"={n}") for n in range(200)]
     assert len(set(numbers)) == 200

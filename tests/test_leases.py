@@ -232,6 +232,18 @@ def test_hundreds_of_routes_are_served_evenly(specimens):
     assert len(served[0]) == 100
 
 
+def test_hundreds_of_routes_with_nothing_due_do_not_hide_the_one_that_is(specimens):
+    names = [f"topic.{number:03}" for number in range(300)]
+    for name in names:
+        handler(name, ordering="none")(print)
+    fields = {"payload": {}, "digest": b"", "staged_at": rows.now(), "due_at": rows.ahead(3600)}
+    Message.objects.bulk_create(
+        Message(event_key=name, topic=name, handler=name, route=name, **fields) for name in names[:-1]
+    )
+    busy = put(names[-1])
+    assert [lease.id for lease in take(1)] == [busy.pk]
+
+
 @pytest.mark.parametrize("routes", [1, 9, 250, 600])
 def test_an_idle_look_is_one_statement_whatever_the_number_of_topics(specimens, routes):
     """Scenario 62."""

@@ -9,6 +9,7 @@ from django.db.migrations.executor import MigrationExecutor
 from django.test.utils import CaptureQueriesContext
 
 from outbox import EventKeyConflict, Intent, handler, inserting, stage, stage_many
+from outbox.intents import TABLE, draft
 from outbox.models import Message, State
 from tests.testapp.models import Order
 
@@ -315,6 +316,15 @@ def test_after_an_error_of_the_database_django_insists_on_the_rollback():
                 stage("order.paid", {}, event_key="k2")
             Order.objects.create(reference="4")
     assert set(Order.objects.values_list("reference", flat=True)) == {"3", "4"}
+
+
+def test_only_the_rows_of_the_repeated_keys_are_read():
+    for key in "abc":
+        stage_committed("order.paid", {}, event_key=key)
+    row = draft(Intent("order.paid", {}, event_key="b")).row(0)
+    with transaction.atomic():
+        new, taken = inserting.insert_or_find("default", TABLE, [row])
+    assert (set(new), set(taken)) == (set(), {("b", 0)})
 
 
 def test_a_row_that_is_there_when_inserted_and_gone_when_read_is_inserted_again(monkeypatch):

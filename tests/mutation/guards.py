@@ -52,6 +52,11 @@ class Mutant:
     def place(self):
         return f"{self.path}:{self.line}"
 
+    @property
+    def name(self):
+        """What it is, wherever it stands in its file."""
+        return f"{self.path} {self.change}: {self.guard}"
+
     def __str__(self):
         return f"{self.place} {self.change}: {self.guard}"
 

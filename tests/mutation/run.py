@@ -1,18 +1,23 @@
 """Take away one guard of the writers at a time, in a copy of the repository, and expect that a test fails.
 
-    python tests/mutation/run.py [--database URL] [--only GLOB] [--kind KIND] [--quick] [--jobs N] [--list]
+    python tests/mutation/run.py [--database URL] [--only GLOB] [--kind KIND] [--left-by FILE] [--quick] [--list]
 
 The guards are found by `guards`. Which tests can notice that one is gone is found out, too: a first run, in which
 nothing is changed and all must pass, notes which test runs which line. Those of the guard's line are then run, the
 quickest first, until one fails. A guard that nothing misses is listed at the end, and the exit code is 1.
 
-On a server the guards that need one are reached, too: row locks, and statements of that database alone.
+On a server the guards that need one are reached, too: row locks, and statements of that database alone. So the whole is
+
+    python tests/mutation/run.py | tee sqlite.log
+    python tests/mutation/run.py --database postgres://… --left-by sqlite.log | tee postgresql.log
+    python tests/mutation/run.py --database mysql://… --left-by postgresql.log
 """
 
 import argparse
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -47,10 +52,12 @@ TESTS = [
     "tests/test_staging_races.py",
     "tests/test_interleavings.py",
 ]
-ENVIRONMENT = {"OUTBOX_MODEL_EXAMPLES": "60", "OUTBOX_MODEL_SHRINK": "0"}  # a failure is enough, it need not be small
+# Hundreds of runs add up to many stories and interleavings; and a failure is enough, it need not be small.
+ENVIRONMENT = {"OUTBOX_MODEL_EXAMPLES": "40", "OUTBOX_MODEL_SHRINK": "0", "OUTBOX_INTERLEAVING_SECONDS": "3"}
 PRELOADED = ["django.db.models", "django.test"]  # by the process that all others are copied from
 PATIENCE = 240.0  # seconds for the tests of one mutant; then they hang, and so they have noticed
 QUICK = 110.0  # seconds of the sample that fits into every run
+FEW = 5  # tests of a line; what they did may have been remembered for all others: then those of the whole file are run
 FAVOURITES = 8  # tests that noticed most in this file so far, tried first
 
 
@@ -88,6 +95,8 @@ class Run:
     def tests_of(self, mutant):
         """Those that run its statement: first those that noticed something in this file before, then by their time."""
         able = {test for line in mutant.lines for test in self.runs.get((mutant.path, line), ())}
+        if 0 < len(able) < FEW:
+            able = {test for (path, _), tests in self.runs.items() if path == mutant.path for test in tests}
         favourites = [test for test, _ in self.noticed[mutant.path].most_common(FAVOURITES) if test in able]
         return favourites + sorted(able.difference(favourites), key=lambda test: (self.seconds.get(test, 0.0), test))
 
@@ -101,7 +110,8 @@ class Run:
 
 def main():
     options = arguments()
-    mutants = [each for each in find(ROOT) if wanted(each, options)]
+    left = left_by(options.left_by)
+    mutants = [each for each in find(ROOT) if wanted(each, options) and (left is None or each.name in left)]
     stale = [each for each in EQUIVALENT if not any(each.matches(mutant) for mutant in find(ROOT))]
     for each in stale:
         print(f"declared equivalent, but not found: {each}")
@@ -124,6 +134,7 @@ def arguments():
     parser.add_argument("--database", default="", metavar="URL", help="a server; default: SQLite")
     parser.add_argument("--only", default="*", metavar="GLOB", help="of path:line, such as 'outbox/lanes.py*'")
     parser.add_argument("--kind", default="", help="condition, lock, sql, judgement, check, count or write")
+    parser.add_argument("--left-by", metavar="FILE", help="only what the run that printed this did not kill")
     parser.add_argument("--quick", action="store_true", help="a sample that takes about two minutes")
     parser.add_argument("--seed", default="", help="of the sample's order; default: the commit")
     parser.add_argument("--jobs", type=int, default=1, help="copies at work at the same time")
@@ -133,6 +144,17 @@ def arguments():
 
 def wanted(mutant, options):
     return fnmatch(mutant.place, options.only) and options.kind in ("", mutant.kind)
+
+
+def left_by(log):
+    """Names of the guards that another run survived, or could not reach."""
+    if log is None:
+        return None
+    lines = Path(log).read_text().splitlines()
+    left = [
+        line.partition(" s  ")[2] for line in lines if line.startswith(("survived", "unreached", "needs row locks"))
+    ]
+    return {re.sub(r":\d+ ", " ", name, count=1) for name in left}
 
 
 def vendor_of(url):
