@@ -3,9 +3,12 @@
 import io
 import json
 import logging
+import re
 import signal
 import sys
 import threading
+import urllib.error
+import urllib.request
 from contextlib import contextmanager
 
 import pytest
@@ -189,6 +192,15 @@ def test_two_handlers_of_one_name_are_refused():
         ["--lease", "nan"],
         ["--lease", "inf"],
         ["--lease", "1e308"],
+        ["--processes", "0"],
+        ["--processes", "1001"],
+        ["--processes", "2"],
+        ["--max-messages", "0"],
+        ["--max-rss", "0"],
+        ["--max-rss", "nan"],
+        ["--max-seconds", "-1"],
+        ["--probe-port", "65536"],
+        ["--probe-port", "-1"],
     ],
     ids=" ".join,
 )
@@ -223,6 +235,12 @@ def test_what_cannot_be_parsed_is_refused(arguments):
         {"limit": 0},
         {"once": True},
         {"database": "nowhere"},
+        {"processes": None},
+        {"processes": True},
+        {"processes": "2"},
+        {"processes": 2, "drain": False},  # no process of its own
+        {"max_messages": True},
+        {"probe_port": True},
     ],
     ids=str,
 )
@@ -307,6 +325,38 @@ def test_a_hangup_that_is_ignored_stays_ignored():
             assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, former)
+
+
+def test_a_limit_ends_it_in_a_thread_too(log):
+    put("order.paid", count=3)
+    assert (
+        run("--max-messages", 3, "--format", "json")
+        == json.dumps({"processed": 3, "delivered": 3, "retried": 0, "dead": 0, "discarded": 0, "skipped": 0}) + "\n"
+    )
+
+
+def test_probes_are_answered_while_it_runs(caplog, tmp_path):
+    caplog.set_level(logging.INFO, "outbox")
+    file = tmp_path / "alive"
+    with in_a_thread("--probe-port", 0, "--liveness-file", str(file)):
+        address = wait_until(lambda: re.search(r"Probes are answered at (http\S+)\.$", caplog.text, re.MULTILINE))[1]
+        wait_until(lambda: status_of(f"{address}/startupz") == 200)
+        assert status_of(f"{address}/livez") == 200
+        assert file.exists()
+    assert not file.exists()
+
+
+def status_of(url):
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def test_a_liveness_file_that_cannot_be_written_is_an_error(tmp_path):
+    assert "cannot be served" in fails("--liveness-file", tmp_path / "missing" / "alive", code=1)
 
 
 def test_inside_another_program_stuck_handlers_do_not_end_the_process():

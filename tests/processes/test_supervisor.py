@@ -1,19 +1,27 @@
 """`outbox_dispatch --processes`: children are killed, frozen and recycled, parents die; and the probes tell of it."""
 
+import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
+from django.core.management import call_command
+from django.core.management.base import CommandError
 from django.db import connection
 
 from outbox.models import Dispatcher, State
+from tests import rows
+from tests.conftest import ROOT
 from tests.running import fresh, outcomes, put, settled, state
 from tests.waiting import wait_until
 
@@ -78,7 +86,7 @@ def test_a_stop_ends_all_processes_and_the_report_counts_for_all(dispatch, journ
     found = [put("work", {"do": [["sleep", 0.1]]}) for _ in range(20)]
     wait_until(lambda: settled(*found))
     parent.send_signal(signal.SIGTERM)
-    assert wait_for_exit(parent) == 0
+    assert wait_for_exit(parent) == 0, parent.output()
     assert "processed 20, delivered 20" in parent.output()
     assert {line["pid"] for line in journal.lines("start")} <= set(pids)
     assert not Dispatcher.objects.exists()
@@ -95,7 +103,7 @@ def test_what_runs_may_finish_and_nothing_new_starts(dispatch, journal, gate):
     wait_until(lambda: parent.output().count("Stopping:") == 2)
     late = put("work", {})
     gate()
-    assert wait_for_exit(parent) == 0
+    assert wait_for_exit(parent) == 0, parent.output()
     assert {state(each) for each in running} == {State.DELIVERED}
     assert state(late) == State.PENDING
 
@@ -112,6 +120,29 @@ def test_the_second_signal_kills_all_of_them(dispatch, journal, number):
     os.killpg(parent.pid, number)
     assert wait_for_exit(parent, 10) == 128 + number
     wait_until(lambda: not any(is_there(pid) for pid in pids), 10)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.2, 0.4, 0.8])
+def test_a_stop_of_the_whole_group_in_the_middle_of_the_start_is_a_stop(dispatch, after):
+    """As a service manager does that knows nothing of parents: some children care for signals already, some do not."""
+    parent = dispatch("--processes", 2)
+    wait_until(lambda: len(started(parent)) == 2)
+    time.sleep(after)
+    os.killpg(parent.pid, signal.SIGTERM)
+    assert wait_for_exit(parent) == 0, parent.output()
+
+
+@pytest.mark.skipif(connection.vendor != "sqlite", reason="the file of SQLite can be seen among the open ones")
+def test_the_parent_keeps_no_database_open(dispatch):
+    parent = dispatch("--processes", 2)
+    pids = children(parent)
+
+    def opened(pid):
+        return {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
+
+    name = str(connection.settings_dict["NAME"])
+    assert any(each == name for each in opened(pids[0]))
+    assert name not in opened(parent.pid)
 
 
 def test_in_a_child_all_signals_count_as_one(dispatch, journal, gate):
@@ -134,7 +165,7 @@ def test_what_outlasts_the_grace_is_given_back(dispatch, journal):
     parent = dispatch("--processes", 2, grace=0.5, lease=60)
     journal.wait("start")
     parent.send_signal(signal.SIGTERM)
-    assert wait_for_exit(parent) == 0
+    assert wait_for_exit(parent) == 0, parent.output()
     assert (fresh(row).lease_token, outcomes(row)) == (None, ["interrupted"])
 
 
@@ -172,7 +203,7 @@ def test_a_child_that_dies_is_replaced_and_what_it_held_is_delivered(dispatch, j
     wait_until(lambda: settled(held))
     assert outcomes(held) == ["lapsed", "delivered"]
     parent.send_signal(signal.SIGTERM)
-    assert wait_for_exit(parent) == 0
+    assert wait_for_exit(parent) == 0, parent.output()
 
 
 def test_a_frozen_child_is_told_by_the_probes_killed_and_replaced(dispatch, tmp_path):
@@ -180,8 +211,8 @@ def test_a_frozen_child_is_told_by_the_probes_killed_and_replaced(dispatch, tmp_
     port, file = free_port(), tmp_path / "alive"
     parent = dispatch("--processes", 2, "--probe-port", port, "--liveness-file", file, lease=1)
     victim = children(parent)[0]
+    wait_until(lambda: ask(port, "startupz")[0] == 200)
     wait_until(lambda: ask(port, "readyz")[0] == 200)
-    assert ask(port, "startupz")[0] == 200
     os.kill(victim, signal.SIGSTOP)
     wait_until(lambda: problems(port) == {"process_silent"})
     assert ask(port, "livez")[0] == 200
@@ -192,7 +223,7 @@ def test_a_frozen_child_is_told_by_the_probes_killed_and_replaced(dispatch, tmp_
     touched = file.stat().st_mtime_ns
     wait_until(lambda: file.stat().st_mtime_ns > touched)
     parent.send_signal(signal.SIGTERM)
-    assert wait_for_exit(parent) == 0
+    assert wait_for_exit(parent) == 0, parent.output()
     assert not file.exists()
 
 
@@ -206,7 +237,7 @@ def test_children_are_recycled_after_so_many_messages_and_none_is_lost_or_miscou
     wait_until(lambda: "makes room" in parent.output())
     assert "It is replaced in" not in parent.output()
     parent.send_signal(signal.SIGTERM)
-    assert wait_for_exit(parent) == 0
+    assert wait_for_exit(parent) == 0, parent.output()
     assert "processed 30, delivered 30" in parent.output()
 
 
@@ -233,7 +264,7 @@ def test_a_child_whose_slots_are_all_stuck_is_replaced(dispatch, journal):
     assert len({line["pid"] for line in journal.lines("start", key=stuck.event_key)}) == 3
     wait_until(lambda: len(started(parent)) == 5)
     parent.send_signal(signal.SIGTERM)
-    assert wait_for_exit(parent) == 0
+    assert wait_for_exit(parent) == 0, parent.output()
 
 
 # --- poison -----------------------------------------------------------------------------------------------------------
@@ -271,6 +302,74 @@ def others_at(journal, start):
     ]
 
 
+# --- orphans ----------------------------------------------------------------------------------------------------------
+
+AS_PROCESS_1 = """
+import os, subprocess, time
+import django
+django.setup()
+from outbox.supervisor import reap_orphans
+assert os.getpid() == 1
+ours = subprocess.Popen(["sh", "-c", "exit 7"])
+assert subprocess.Popen(["sh", "-c", "sleep 0.05 & exit 0"]).wait() == 0
+time.sleep(0.5)
+reap_orphans({ours.pid})
+assert ours.wait() == 7
+reap_orphans(set())
+try:
+    left = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+except ChildProcessError:
+    left = None
+assert left is None, left
+"""
+
+
+def test_process_1_of_a_container_reaps_what_others_left_behind(process_environment):
+    apart = ["unshare", "--fork", "--pid", "--kill-child"]
+    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True).returncode:
+        pytest.skip("no process id namespace can be made here")
+    environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.processes.settings"}
+    subprocess.run([*apart, sys.executable, "-c", AS_PROCESS_1], check=True, cwd=ROOT, env=environment, timeout=60)
+
+
+# --- what the database tells ------------------------------------------------------------------------------------------
+
+
+def status(*conditions):
+    """The exit code of `outbox_status` here, beside the dispatchers, and what it prints."""
+    out = io.StringIO()
+    try:
+        call_command("outbox_status", *(f"--fail-if={each}" for each in conditions), stdout=out)
+    except CommandError as error:
+        return error.returncode, out.getvalue() + str(error)
+    return 0, out.getvalue()
+
+
+WELL = ("dispatchers<1", "abandoned>0", "oldest>1s")
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
+def test_the_status_tells_idle_hung_and_frozen_dispatchers_apart(dispatch, journal):
+    """Scenario 59: its source is the database, not the process that is asked."""
+    process = dispatch(concurrency=1, lease=60)
+    wait_until(lambda: Dispatcher.objects.exists())
+    assert status(*WELL)[0] == 0  # an empty queue
+    put("work", {"do": ["forever"]})
+    journal.wait("start")
+    put("work", {})
+    code, text = wait_until(lambda: (found := status(*WELL))[0] and found)  # all slots hung
+    assert code == 3
+    assert "oldest>1s" in text.splitlines()[-1]
+    assert "dispatchers<1" not in text
+    process.send_signal(signal.SIGSTOP)
+    Dispatcher.objects.update(lost_at=rows.ahead(-1))  # a minute later, if it does not report
+    code, text = status(*WELL)
+    assert code == 3
+    assert "dispatchers<1" in text
+    assert "abandoned>0" in text
+    assert "has 1 due messages but no live dispatcher" in text
+
+
 # --- refusals and trouble ---------------------------------------------------------------------------------------------
 
 
@@ -291,7 +390,7 @@ def test_without_a_database_all_wait_live_but_not_ready(dispatch):
     assert problems(port, "startupz") == {"database_away"}
     assert ask(port, "livez")[0] == 200
     parent.send_signal(signal.SIGTERM)
-    assert wait_for_exit(parent) == 0
+    assert wait_for_exit(parent) == 0, parent.output()
 
 
 def test_processes_that_may_not_wait_for_their_database_end_with_1(dispatch):

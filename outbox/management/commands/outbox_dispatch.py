@@ -113,15 +113,15 @@ class Command(BaseCommand):
     def _work_for_a_parent(self, given: dict[str, Any], lifeline: Lifeline) -> None:
         """Work as one of several processes: report to the parent, and stop when it says so or is gone."""
         crews: list[Crew] = []
-        lifeline.watch(lambda: crews[0].report() if crews else {})
-        try:
-            limits, plans = limits_of(given), plans_of(given)
-        except CommandError as error:
-            lifeline.end(refused=str(error), code=error.returncode)
-            raise
-        crew = self._crew(plans, limits)
-        crews.append(crew)
         with StopSignals(ignore) as signals:
+            lifeline.watch(lambda: crews[0].report() if crews else {})
+            try:
+                limits, plans = limits_of(given), plans_of(given)
+            except CommandError as error:
+                lifeline.end(refused=str(error), code=error.returncode)
+                raise
+            crew = self._crew(plans, limits)
+            crews.append(crew)
             _run(crew, signals, lifeline.stopped)
         lifeline.end(**crew.report())
         if crew.left_running:
