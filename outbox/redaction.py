@@ -45,6 +45,23 @@ _ASSIGNED = re.compile(
 )
 
 
+def _assigned(found: re.Match[str]) -> str:
+    quote = found["quote"] or ""
+    return f"{found[1]}{quote}{HIDDEN}{quote}"
+
+
+_CLUES = ("passw", "passphrase", "passcode", "pwd", "secret", "token", "credential", "cookie", "authorization", "key")
+_RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (("-----begin",), _PEM, rf"\1{HIDDEN}"),
+    (("failing row",), _ROW, rf"\1{HIDDEN})"),
+    (("://",), _USER_AND_PASSWORD, rf"\1{HIDDEN}@"),
+    (("://",), _TOKEN_AS_USER, rf"\1{HIDDEN}@"),
+    (("authorization", "cookie"), _HEADER, rf"\1{HIDDEN}"),
+    (("bearer", "basic"), _BEARER, rf"\1{HIDDEN}"),
+    (_CLUES, _ASSIGNED, _assigned),
+)
+
+
 def redacted(text: str, kind: str, *, topic: str = "") -> str:
     """The text as it may be seen. Never raises: where the function fails, a placeholder says so instead."""
     if not text:
@@ -94,13 +111,11 @@ def mask(text: str, *, kind: str, **kwargs: Any) -> str:
 
 
 def _mask_text(text: str) -> str:
-    text = _PEM.sub(rf"\1{HIDDEN}", text)
-    text = _ROW.sub(rf"\1{HIDDEN})", text)
-    text = _USER_AND_PASSWORD.sub(rf"\1{HIDDEN}@", text)
-    text = _TOKEN_AS_USER.sub(rf"\1{HIDDEN}@", text)
-    text = _HEADER.sub(rf"\1{HIDDEN}", text)
-    text = _BEARER.sub(rf"\1{HIDDEN}", text)
-    return _ASSIGNED.sub(lambda found: f"{found[1]}{found['quote'] or ''}{HIDDEN}{found['quote'] or ''}", text)
+    lowered = text.lower()
+    for clues, pattern, shown in _RULES:
+        if any(clue in lowered for clue in clues):  # few texts hold any, and looking for one is quick
+            text = pattern.sub(shown, text)
+    return text
 
 
 def _mask_json(text: str) -> str:

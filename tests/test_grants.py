@@ -49,6 +49,7 @@ ROLES = {
     "stage": ("shop_web", "Stage only"),
     "immediate": ("shop_web", "Stage and deliver immediately"),
     "dispatch": ("shop_dispatcher", "Dispatch only"),
+    "count": ("shop_monitor", "Count only"),
     "read": ("shop_reader", "Read only"),
     "operate": ("shop_operator", "Operate"),
 }
@@ -276,6 +277,20 @@ def prunes(act):
     assert list(Message.objects.delivered()) == [young]
 
 
+def counts(act):
+    rows.dead()
+    rows.delivered(age=10)
+    rows.message()
+    rows.dispatcher()
+    rows.breaker()
+    conditions = [[], ["delivered>5"], ["oldest>1000"]]
+    with act:
+        for form in ("text", "json"):
+            for fail_if in conditions:
+                options = {"format": form, "delivered_within": 3600, "fail_if": fail_if}
+                call_command("outbox_status", stdout=StringIO(), **options)
+
+
 def reads(act):
     dead, waiting = rows.dead(), rows.parked(7)
     Attempt.objects.create(message=dead, number=1, outcome="failed", ended_at=rows.ago(1))
@@ -333,6 +348,8 @@ MAY = [
     ("dispatch", opens_and_closes_breakers),
     ("dispatch", prunes),
     ("dispatch", reads),
+    ("count", counts),
+    ("read", counts),
     ("read", reads),
     ("read", looks_at_the_admin),
     ("operate", operates),
@@ -377,6 +394,7 @@ EVERYTHING = {
     "claim": claiming,
     "requeue": requeueing,
     "register": registering,
+    "read keys": statement("SELECT event_key FROM outbox_message"),
     "read payloads": statement("SELECT payload FROM outbox_message"),
     "read headers": statement("SELECT headers FROM outbox_message"),
     "change a message": statement("UPDATE outbox_message SET state = 'delivered'"),
@@ -401,19 +419,20 @@ EVERYTHING = {
     "read users": statement("SELECT password FROM auth_user"),
 }
 PERMITTED = {
-    "stage": {"stage", *(("read payloads", "read headers") if connection.vendor == "mysql" else ())},
+    "stage": {"stage", "read keys", *(("read payloads", "read headers") if connection.vendor == "mysql" else ())},
     "immediate": {
-        *("stage", "claim", "read payloads", "read headers", "change a message", "change a payload"),
+        *("stage", "claim", "read keys", "read payloads", "read headers", "change a message", "change a payload"),
         *("forge an attempt", "read attempts"),
     },
     "dispatch": {
-        *("claim", "register", "read payloads", "read headers", "change a message", "change a payload"),
+        *("claim", "register", "read keys", "read payloads", "read headers", "change a message", "change a payload"),
         *("delete messages", "read attempts", "forge an attempt", "delete attempts", "delete interventions"),
         "close a breaker",
     },
-    "read": {"read payloads", "read headers", "read attempts"},
+    "count": set(),
+    "read": {"read keys", "read payloads", "read headers", "read attempts"},
     "operate": {
-        *("requeue", "claim", "read payloads", "read headers", "change a message", "change a payload"),
+        *("requeue", "claim", "read keys", "read payloads", "read headers", "change a message", "change a payload"),
         *("read attempts", "forge an intervention", "close a breaker"),
     },
 }
