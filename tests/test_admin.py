@@ -550,6 +550,18 @@ def test_a_breaker_has_a_page(admin_client):
     assert "web-1:7:ab" in text_of(admin_client.get(f"/admin/outbox/breaker/{row.pk}/change/"))
 
 
+def test_what_is_not_known_is_a_dash_and_never_none(admin_client):
+    found = {
+        "dispatcher": rows.dispatcher(name="one", handlers=[]),
+        "breaker": rows.breaker("mail", error_type="", error_text=""),
+        "attempt": attempt(),
+    }
+    for model, row in found.items():
+        text = text_of(admin_client.get(f"/admin/outbox/{model}/{row.pk}/change/"))
+        assert "—" in text
+        assert "None" not in text
+
+
 def test_a_breaker_may_be_closed_by_those_who_have_the_right(client, admin_client, django_user_model):
     row, other = rows.breaker("mail"), rows.breaker("sms")
     chosen = {"action": "reset", "_selected_action": [row.pk]}

@@ -101,35 +101,35 @@ class AttemptAdmin(ReadOnlyAdmin):
     def ended_stamp(self, attempt: Attempt) -> str:
         return stamp(attempt.ended_at)
 
-    @admin.display(description=pgettext_lazy("of an attempt", "took"), empty_value=NOTHING)
-    def took(self, attempt: Attempt) -> str | None:
+    @admin.display(description=pgettext_lazy("of an attempt", "took"))
+    def took(self, attempt: Attempt) -> str:
         if attempt.started_at is None:
-            return None
+            return NOTHING
         return duration((attempt.ended_at - attempt.started_at).total_seconds())
 
-    @admin.display(description=_("worker"), empty_value=NOTHING)
-    def worker_name(self, attempt: Attempt) -> str | None:
-        return plain(attempt.worker) or None
+    @admin.display(description=_("worker"))
+    def worker_name(self, attempt: Attempt) -> str:
+        return plain(attempt.worker) or NOTHING
 
-    @admin.display(description=_("error"), empty_value=NOTHING)
-    def error(self, attempt: Attempt) -> SafeString | None:
+    @admin.display(description=_("error"))
+    def error(self, attempt: Attempt) -> SafeString | str:
         start = self.visible(attempt, "error", attempt.error_start)  # type: ignore[attr-defined]
         line = error_line(attempt.error_type, start, ERROR_LENGTH)
         whole = short(f"{attempt.error_type}: {start}", 300)
-        return format_html('<bdi title="{}">{}</bdi>', whole, line) if line else None
+        return format_html('<bdi title="{}">{}</bdi>', whole, line) if line else NOTHING
 
-    @admin.display(description=_("error type"), empty_value=NOTHING)
-    def error_name(self, attempt: Attempt) -> str | None:
-        return plain(" · ".join(each for each in (attempt.error_type, attempt.error_code) if each)) or None
+    @admin.display(description=_("error type"))
+    def error_name(self, attempt: Attempt) -> str:
+        return plain(" · ".join(each for each in (attempt.error_type, attempt.error_code) if each)) or NOTHING
 
-    @admin.display(description=_("error"), empty_value=NOTHING)
-    def whole_error(self, attempt: Attempt) -> SafeString | None:
+    @admin.display(description=_("error"))
+    def whole_error(self, attempt: Attempt) -> SafeString | str:
         return _block(self.visible(attempt, "error", attempt.error_text))
 
-    @admin.display(description=_("traceback"), empty_value=NOTHING)
-    def whole_traceback(self, attempt: Attempt) -> SafeString | None:
+    @admin.display(description=_("traceback"))
+    def whole_traceback(self, attempt: Attempt) -> SafeString | str:
         return _block(self.visible(attempt, "traceback", attempt.traceback))
 
 
-def _block(text: str) -> SafeString | None:
-    return format_html('<pre class="outbox-pre">{}</pre>', plain(text)) if text else None
+def _block(text: str) -> SafeString | str:
+    return format_html('<pre class="outbox-pre">{}</pre>', plain(text)) if text else NOTHING

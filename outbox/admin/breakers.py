@@ -66,14 +66,14 @@ class BreakerAdmin(ReadOnlyAdmin):
         soon = pgettext("of a probe", "with the next message")
         return time_tag(breaker.probe_at, soon if is_due else ago(breaker.probe_at, breaker.clock))
 
-    @admin.display(description=_("error"), empty_value=NOTHING)
-    def error(self, breaker: Breaker) -> str | None:
-        return error_line(breaker.error_type, redacted(breaker.error_text, "error"), ERROR_LENGTH) or None
+    @admin.display(description=_("error"))
+    def error(self, breaker: Breaker) -> str:
+        return error_line(breaker.error_type, redacted(breaker.error_text, "error"), ERROR_LENGTH) or NOTHING
 
-    @admin.display(description=_("opened by"), empty_value=NOTHING)
-    def opened_by(self, breaker: Breaker) -> str | None:
-        return plain(breaker.worker) or None
+    @admin.display(description=_("opened by"))
+    def opened_by(self, breaker: Breaker) -> str:
+        return plain(breaker.worker) or NOTHING
 
-    @admin.display(description=_("last probed by"), empty_value=NOTHING)
-    def probed(self, breaker: Breaker) -> str | None:
-        return plain(breaker.probed_by) or None
+    @admin.display(description=_("last probed by"))
+    def probed(self, breaker: Breaker) -> str:
+        return plain(breaker.probed_by) or NOTHING

@@ -61,30 +61,30 @@ class DispatcherAdmin(ReadOnlyAdmin):
     def load(self, dispatcher: Dispatcher) -> SafeString:
         return format_html('<span class="outbox-number">{} / {}</span>', dispatcher.in_flight, dispatcher.concurrency)
 
-    @admin.display(description=_("handlers"), empty_value=NOTHING)
-    def takes(self, dispatcher: Dispatcher) -> SafeString | None:
+    @admin.display(description=_("handlers"))
+    def takes(self, dispatcher: Dispatcher) -> SafeString | str:
         names = _names(dispatcher)
         if not names:
-            return None
+            return NOTHING
         every = ", ".join(names)
         text = short(every, 60) if len(names) <= 4 else _("%(count)s handlers") % {"count": number(len(names))}
         return format_html('<span title="{}">{}</span>', short(every, 1000), text)
 
-    @admin.display(description=_("handlers"), empty_value=NOTHING)
-    def all_handlers(self, dispatcher: Dispatcher) -> str | None:
-        return ", ".join(_names(dispatcher)) or None
+    @admin.display(description=_("handlers"))
+    def all_handlers(self, dispatcher: Dispatcher) -> str:
+        return ", ".join(_names(dispatcher)) or NOTHING
 
     @admin.display(description=_("started"))
     def started(self, dispatcher: Dispatcher) -> SafeString:
         return time_tag(dispatcher.started_at, ago(dispatcher.started_at, dispatcher.clock))  # type: ignore[attr-defined]
 
-    @admin.display(description=_("wake-up"), empty_value=NOTHING)
-    def wakeup_mode(self, dispatcher: Dispatcher) -> str | None:
-        return plain(dispatcher.wakeup) or None
+    @admin.display(description=_("wake-up"))
+    def wakeup_mode(self, dispatcher: Dispatcher) -> str:
+        return plain(dispatcher.wakeup) or NOTHING
 
-    @admin.display(description=_("version"), empty_value=NOTHING)
-    def release(self, dispatcher: Dispatcher) -> str | None:
-        return plain(dispatcher.version) or None
+    @admin.display(description=_("version"))
+    def release(self, dispatcher: Dispatcher) -> str:
+        return plain(dispatcher.version) or NOTHING
 
     @admin.display(description=_("host and process"))
     def host_and_process(self, dispatcher: Dispatcher) -> str:
