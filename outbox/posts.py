@@ -155,7 +155,7 @@ class Post:
         if self._stopping:
             if self._why or (code != 0 and not (was_told_to_stop(code) and not child.told)):
                 self.failures.append(f"{self.name} {what}" + (f": {reasons}" if reasons else ""))
-        elif code == 2 or "refused" in news or (self._terms.strict and reasons):
+        elif "refused" in news or (code == 2 and not news.get("dispatchers")) or (self._terms.strict and reasons):
             text = news.get("refused") or reasons or "a usage error; its output says which"
             self.refusal = f"{self.name}: {text}", news.get("code", code)
         elif code == 0 and news.get("recycling") and (news["counts"]["processed"] or now - child.born > LEAST_LIFE):
@@ -178,4 +178,7 @@ class Post:
 def conditions(child: Child) -> list[Condition]:
     """How the dispatchers of a child were when it reported last."""
     told: list[dict[str, Any]] = child.news.get("dispatchers", [])
-    return [Condition.from_json(each) for each in told]
+    try:
+        return [Condition.from_json(each) for each in told]
+    except TypeError:  # it was started from newer code than this process
+        return []

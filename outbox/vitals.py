@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from django.db import Error
@@ -45,7 +45,8 @@ class Condition:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Condition:
-        return cls(**values)
+        known = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
 
 
 class Vitals:

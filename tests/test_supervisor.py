@@ -99,6 +99,7 @@ def test_children_are_started_counted_and_stopped():
         ("sys.exit(0)", "exited with 0"),
         ("os.kill(os.getpid(), 9)", "was ended by SIGKILL (out of memory?)"),
         ("os.abort()", "was ended by SIGABRT"),
+        ("tell(dispatchers=[well()]); os._exit(2)", "exited with 2"),  # a handler's doing, not a usage error
         ("tell(failures=['renewal failed']); sys.exit(1)", "exited with 1: renewal failed"),
     ],
 )
@@ -276,6 +277,18 @@ def test_under_strict_terms_any_failure_ends_the_parent():
         assert parent.ended.wait(30)
     assert "the database failed" in parent.failures[0]
     assert parent.code == 1
+
+
+def test_a_child_of_newer_code_is_understood_as_far_as_possible():
+    script = (
+        "tell(dispatchers=[well(mood='fine')], more=1); time.sleep(0.3); tell(dispatchers=[{'using': 'default'}]); "
+    )
+    with supervising(script + "wait_for_stop()") as parent:
+        wait_until(lambda: not parent.verdict().started)
+        time.sleep(0.6)  # what it tells then must have been read
+        assert parent.verdict().is_live
+        assert starts(parent) == [1]
+    assert parent.failures == []
 
 
 def test_garbage_in_the_pipe_harms_nobody():

@@ -122,6 +122,7 @@ class Command(BaseCommand):
                 raise
             crew = self._crew(plans, limits)
             crews.append(crew)
+            lifeline.tell(**crew.report())  # from here on an exit code 2 is a handler's doing, not a usage error
             _run(crew, signals, lifeline.stopped)
         lifeline.end(**crew.report())
         if crew.left_running:
@@ -150,10 +151,9 @@ class Command(BaseCommand):
         plan = plans[0]
         where = ", ".join(each.using for each in plans)
         topics = ", ".join(sorted({each.topic for each in plan.handlers}))
-        slots = f"{plan.concurrency} slots" + (f" of each of {processes} processes" if processes > 1 else "")
-        self.stderr.write(
-            f"Delivering {topics} from {where} in {slots} as {worker_name()}. Ctrl-C stops.", self.style.SUCCESS
-        )
+        who = f"as {worker_name()}" if processes == 1 else f"of each of {processes} processes"
+        text = f"Delivering {topics} from {where} in {plan.concurrency} slots {who}. Ctrl-C stops."
+        self.stderr.write(text, self.style.SUCCESS)
 
     def _print_report(self, counts: Counter[str], form: str) -> None:
         if form == "json":
