@@ -241,7 +241,7 @@ def test_a_stop_while_nobody_runs_ends_at_once(monkeypatch):
     monkeypatch.setattr(posts, "FIRST_PAUSE", 1000)
     monkeypatch.setattr(posts, "LONGEST_PAUSE", 1000)
     with supervising("sys.exit(1)") as parent:
-        wait_until(lambda: kinds(parent.verdict().live) == ["process_down"])
+        wait_until(lambda: starts(parent) == [1] and kinds(parent.verdict().live) == ["process_down"])
     assert parent.failures == []
 
 

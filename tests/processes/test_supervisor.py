@@ -22,6 +22,7 @@ from django.db import connection
 from outbox.models import Dispatcher, State
 from tests import rows
 from tests.conftest import ROOT
+from tests.processes import jobs
 from tests.running import fresh, outcomes, put, settled, state
 from tests.waiting import wait_until
 
@@ -300,6 +301,42 @@ def others_at(journal, start):
         and line["key"] != start["key"]
         and ended.get((line["key"], line["attempt"]), float("inf")) > start["at"]
     ]
+
+
+# --- other systems ----------------------------------------------------------------------------------------------------
+
+WITHOUT_UNIX = """
+import os, signal
+for module, names in ((signal, ("SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGHUP")), (os, ("fork", "forkpty", "waitid"))):
+    for name in names:
+        delattr(module, name)
+from django.core.management import execute_from_command_line
+execute_from_command_line(["manage.py", "outbox_dispatch", "--processes", "2", "--poll", "0.1"])
+"""
+
+
+def test_processes_need_no_fork_and_a_program_of_ones_own_may_start_them(process_environment, journal, tmp_path):
+    """Scenario 60: children run the command line of the parent, whatever it is."""
+    log = tmp_path / "log"
+    environment = {"DJANGO_SETTINGS_MODULE": "tests.processes.settings", jobs.JOURNAL: str(journal.path)}
+    with log.open("wb") as stream:
+        parent = subprocess.Popen(
+            [sys.executable, "-c", WITHOUT_UNIX],
+            cwd=ROOT,
+            env={**process_environment, **environment},
+            stdout=stream,
+            stderr=stream,
+        )
+    try:
+        found = [put("work", {}) for _ in range(3)]
+        wait_until(lambda: settled(*found))
+        wait_until(lambda: log.read_text().count("started, pid") == 2)
+        parent.send_signal(signal.SIGTERM)
+        assert parent.wait(30) == 0, log.read_text()
+    finally:
+        parent.kill()
+        parent.wait()
+    assert "processed 3, delivered 3" in log.read_text()
 
 
 # --- orphans ----------------------------------------------------------------------------------------------------------
