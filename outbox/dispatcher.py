@@ -132,14 +132,15 @@ class Dispatcher:
             self._nudged = True
             self._waiter.wake()
 
-    def _report_alive(self) -> None:
+    def _report_alive(self) -> bool:
         now = time.monotonic()
         if self.plan.ends_by_itself or now - self._reported_at < REPORT_EVERY:
-            return
-        self._reported_at = now
-        self._registration.report(
+            return True
+        if reported := self._registration.report(
             in_flight=len(self._slots.held()), wakeup=self._waiter.mode, stopping=self._stopping.is_set()
-        )
+        ):
+            self._reported_at = now
+        return reported
 
     def _give_up(self, reason: str) -> None:
         logger.critical("Dispatcher %s gives up: %s", self.name, reason)
@@ -196,6 +197,7 @@ class Dispatcher:
             self._hungry = True
             return Claim()
         self._settler.forget_due()
+        self._heartbeat.catch_up()
         claim = self._claimer.claim(
             want.limit, seconds=self.plan.lease, start=want.start, room=want.room, alone=self._appetite.alone
         )

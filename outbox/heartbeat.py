@@ -19,6 +19,7 @@ logger = logging.getLogger("outbox")
 BEATS_PER_LEASE = 3
 GROUP = 500  # leases renewed by one statement pair
 BUSY_PAUSE = 1.0  # seconds until rows that somebody has locked are tried again
+REPORT_PAUSE = 2.0  # seconds until a report that failed is tried again
 GIVE_UP_AFTER = 3  # leases without a renewal, while other statements succeed
 WARN_BEFORE = 0.1  # of a lease: handlers are told so long before their lease may run out
 
@@ -26,9 +27,10 @@ WARN_BEFORE = 0.1  # of a lease: handlers are told so long before their lease ma
 class Heartbeat:
     """Renews ``held()`` every third of a lease.
 
-    ``report`` is called after each beat (the registration). ``worked_at()`` tells when another statement of this
-    process last succeeded (monotonic), as one does every ``window`` seconds at least while the database is there;
-    ``give_up(reason)`` is called when renewal alone keeps failing.
+    ``report`` is called after each beat (the registration), and sooner again if it says that it failed.
+    ``worked_at()`` tells when another statement of this process last succeeded (monotonic), as one does every
+    ``window`` seconds at least while the database is there; ``give_up(reason)`` is called when renewal alone keeps
+    failing.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Heartbeat:
         using: str,
         seconds: float,
         held: Callable[[], list[Lease]],
-        report: Callable[[], None],
+        report: Callable[[], bool],
         worked_at: Callable[[], float],
         window: float,
         give_up: Callable[[str], None],
@@ -52,6 +54,7 @@ class Heartbeat:
         self._give_up = give_up
         self.outage = Outage(using, "The heartbeat")
         self._alone_since: float | None = None
+        self._beaten_at = time.monotonic()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="outbox-heartbeat", daemon=True)
 
@@ -63,14 +66,22 @@ class Heartbeat:
         if self._thread.is_alive():
             self._thread.join(timeout)
 
+    def catch_up(self) -> None:
+        """Renew at once, in the caller's thread, when beats were missed: after an outage, or a freeze of the process.
+
+        Else a claim would take over, from this very process, what it holds and has perhaps delivered already.
+        """
+        if time.monotonic() - self._beaten_at > self.pause + self.seconds / BEATS_PER_LEASE:
+            self._beat()
+
     def _loop(self) -> None:
         pause = 0.0
         try:
             while not self._stopped.wait(pause):
                 try:
                     busy = self._beat()
-                    self._report()
-                    pause = min(BUSY_PAUSE, self.pause) if busy else self.pause
+                    reported = self._report()
+                    pause = min(self.pause, BUSY_PAUSE if busy else self.pause if reported else REPORT_PAUSE)
                 except Exception as error:
                     pause = self._failed(error)
                 reset_queries()
@@ -90,7 +101,9 @@ class Heartbeat:
             for lease in renewal.lost:
                 lease.view.revoke()  # its outcome will be refused, and that is when the loss is told
         self._alone_since = None
-        self.outage.over()
+        self._beaten_at = time.monotonic()
+        if leases:  # else nothing was asked, and nothing is known
+            self.outage.over()
         return busy
 
     def _failed(self, error: Exception) -> float:

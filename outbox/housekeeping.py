@@ -8,14 +8,17 @@ import threading
 import time
 from collections.abc import Callable
 
-from django.db import Error, reset_queries
+from django.db import Error, connections, reset_queries
 
 from outbox import retention
 from outbox.conf import options
-from outbox.database import ServerNow, close_quietly
+from outbox.database import ServerNow, close_quietly, is_loss
 from outbox.models import Dispatcher
+from outbox.outages import Outage
 
 logger = logging.getLogger("outbox")
+
+AGAIN_AFTER = 3.0  # seconds until what a database that is away prevented is tried again
 
 
 class Housekeeping:
@@ -29,6 +32,7 @@ class Housekeeping:
             (self._sweep, current.SWEEP_EVERY),
             (self._prune, current.PRUNE_EVERY),
         ]
+        self._outage = Outage(using, "Housekeeping")
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="outbox-housekeeping", daemon=True)
 
@@ -47,19 +51,25 @@ class Housekeeping:
         while due and not self._stopped.wait(max(0.0, min(due.values()) - time.monotonic())):
             for duty, every in duties:
                 if due[duty] <= time.monotonic():
-                    self._do(duty)
-                    due[duty] = time.monotonic() + every
+                    due[duty] = time.monotonic() + (every if self._do(duty) else min(every, AGAIN_AFTER))
             reset_queries()
             close_quietly(self.using)
 
-    def _do(self, duty: Callable[[], object]) -> None:
+    def _do(self, duty: Callable[[], object]) -> bool:
+        """Returns False when the database was away: then it is not put off for its whole interval."""
         try:
             if self._is_eldest():
                 duty()
         except Error as error:
+            if is_loss(connections[self.using], error):
+                self._outage.note(error)
+                return False
             logger.warning("Housekeeping on database %r is put off: %s", self.using, error)
         except Exception:
             logger.exception("Housekeeping on database %r failed; it goes on.", self.using)
+        else:
+            self._outage.over()
+        return True
 
     def _is_eldest(self) -> bool:
         alive = Dispatcher.objects.using(self.using).filter(lost_at__gt=ServerNow(), stopping=False)

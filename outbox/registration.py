@@ -45,14 +45,14 @@ class Registration:
     handlers: Sequence[str]
     concurrency: int
 
-    def report(self, *, in_flight: int, wakeup: str, stopping: bool = False) -> None:
-        """Say that this process is alive; an error is only logged, for delivery goes on without the row."""
+    def report(self, *, in_flight: int, wakeup: str, stopping: bool = False) -> bool:
+        """Say that this process is alive; returns whether that worked. Delivery goes on without the row."""
         now, until = ServerNow(), ServerNow() + int(LOST_AFTER * 1_000_000)
         changing = {"seen_at": now, "lost_at": until, "in_flight": in_flight, "wakeup": wakeup, "stopping": stopping}
         rows = Dispatcher.objects.using(self.using)
         try:
             if rows.filter(name=self.name).update(**changing):
-                return
+                return True
             rows.create(
                 name=self.name,
                 host=storable(socket.gethostname(), 255),
@@ -66,6 +66,8 @@ class Registration:
         except Error as error:
             logger.debug("Dispatcher %s could not report itself: %s", self.name, error)
             close_quietly(self.using)  # it may be lost, and an idle process would not notice otherwise
+            return False
+        return True
 
     def leave(self) -> None:
         """Remove the row: this process stopped by itself."""

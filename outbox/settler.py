@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from django.db import Error, connections, reset_queries
 
 from outbox import wakeup
-from outbox.database import close_quietly, is_loss, is_race
+from outbox.database import close_quietly, is_loss, is_race, is_unwritable
 from outbox.errors import NO_ERROR, ErrorRecord
 from outbox.leases import Lease, Settled, Settlement, announce, draw_token, settle
 from outbox.models import Outcome, State
@@ -25,6 +25,7 @@ logger = logging.getLogger("outbox")
 
 LINGER = 0.02  # seconds that an outcome may wait for company while handlers run
 BUSY_PAUSE = 0.2  # seconds until a row that somebody has locked is tried again
+MOST_FATAL = 3  # sessions that a group may cost before it is split, and written without its texts
 LONGEST_PAUSE = 5.0  # seconds between two tries of what the database refuses, at most
 MOST_DUE = 1000  # retries whose time is remembered; more are found by polling
 NAMES = {State.DELIVERED: "delivered", State.DEAD: "dead", State.DISCARDED: "discarded", State.PENDING: "retried"}
@@ -35,12 +36,14 @@ class Group:
     """Outcomes that are written in one transaction. ``token`` leases what they hand over.
 
     ``doubtful``: a COMMIT of theirs was not answered; ``bare``: without the error texts, which the database refused.
+    ``fatal``: how often this cost the session, though the database answered a new one at once.
     """
 
     outcomes: list[Settlement]
     token: int = field(default_factory=draw_token)
     doubtful: bool = False
     bare: bool = False
+    fatal: int = 0
 
 
 class Settler:
@@ -185,14 +188,26 @@ class Settler:
     def _wait_for_the_database(self, group: Group, error: Error) -> None:
         pause = self.outage.note(error)
         group.doubtful = True
-        if not (self._stopped and all(each.lease.deadline < time.monotonic() for each in group.outcomes)):
+        group.fatal += not is_unwritable(connections[self.using], error) and self._is_answered()
+        if group.fatal >= MOST_FATAL:  # no outage: these statements end their session, as a packet that is too large
+            self._refused(group, error)
+        elif not (self._stopped and all(each.lease.deadline < time.monotonic() for each in group.outcomes)):
             self._again.appendleft(group)
             time.sleep(pause)
+
+    def _is_answered(self) -> bool:
+        """Whether the database opens a new session just now, and works."""
+        try:
+            connections[self.using].ensure_connection()
+            return bool(connections[self.using].is_usable())  # a pooler may answer for a server that is away
+        except Error:
+            return False
 
     def _refused(self, group: Group, error: Exception) -> None:
         """One outcome that the database refuses must not spoil the others; at last it is written without its texts."""
         if len(group.outcomes) > 1:
-            self._again.extendleft(Group(outcomes=[each]) for each in reversed(group.outcomes))
+            alone = [Group(outcomes=[each], token=group.token, doubtful=group.doubtful) for each in group.outcomes]
+            self._again.extendleft(reversed(alone))
             return
         [outcome] = group.outcomes
         if isinstance(error, Error) and is_race(connections[self.using], error):
@@ -200,7 +215,8 @@ class Settler:
             self._later.append((time.monotonic() + BUSY_PAUSE, outcome))
         elif outcome.error is not NO_ERROR and not group.bare:
             bare = ErrorRecord(type=outcome.error.type, text="The text of this error could not be stored.")
-            self._again.appendleft(Group(outcomes=[replace(outcome, error=bare)], bare=True))
+            outcome = replace(outcome, error=bare)
+            self._again.appendleft(Group(outcomes=[outcome], token=group.token, doubtful=group.doubtful, bare=True))
         else:
             self._try_later(outcome, error)
 

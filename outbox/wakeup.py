@@ -27,7 +27,8 @@ WINDOW = 0.020  # seconds in which one process sends one notification, the first
 QUIET = 1.0  # seconds without another try after one failed
 COMPLAIN_EVERY = 60.0  # seconds between two warnings about the same thing
 REOPEN_AFTER = 0.5  # seconds, doubled with each failure
-REOPEN_CAP = 60.0
+REOPEN_CAP = 5.0
+PATIENT = 10.0  # a try to listen that hung is followed by a pause so many times as long: the owner must work, too
 DEAF_PAUSE = 60.0  # the same for a listener that hears nothing
 DEAF_CAP = 600.0
 
@@ -140,7 +141,7 @@ class Waiter:
                 return True  # for what was committed while nobody listened
             heard = self._ear.heard(now)
         except Exception as error:
-            self._lose_ear(error)
+            self._lose_ear(error, hung=monotonic() - now)
             return False
         if self._ear.proven:
             self._failures = 0
@@ -168,12 +169,17 @@ class Waiter:
         if self._ear is not None:
             self._ear.close()
 
-    def _lose_ear(self, error: Exception) -> None:
+    def _lose_ear(self, error: Exception, *, hung: float) -> None:
+        """Close the ear, and try again later; that a session has ended is nothing to complain of yet."""
         self._close_ear()
         first, cap = (DEAF_PAUSE, DEAF_CAP) if isinstance(error, Deaf) else (REOPEN_AFTER, REOPEN_CAP)
         pause = min(cap, first * 2 ** min(self._failures, 10))
         self._failures += 1
-        self._reopen_at = monotonic() + pause * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not secrecy
+        pause = max(pause * random.uniform(0.5, 1.0), PATIENT * hung)  # noqa: S311 - jitter, not secrecy
+        self._reopen_at = monotonic() + pause
+        if self._failures == 1 and not isinstance(error, Deaf):
+            logger.debug("The session that listens for commits on database %r has ended: %s", self.using, error)
+            return
         _complain(
             f"hear {self.using}",
             "Commits of other processes on database %r are only noticed by polling every %s s until this is over: %s",

@@ -13,6 +13,7 @@ from django.db import Error, connections
 from outbox import delivery
 from outbox.isolation import SessionWatch
 from outbox.leases import Lease, Settled, Settlement
+from outbox.outages import Freshness
 from outbox.slots import Slots
 from outbox.verdicts import judge, timed_out
 
@@ -51,9 +52,10 @@ class Workers:
             time.sleep(0.005)
 
     def _work(self) -> None:
-        sessions = SessionWatch()
+        sessions, freshness = SessionWatch(), Freshness()
         try:
             while (lease := self._slots.take()) is not None:
+                freshness.renew(lease.using)
                 outcome = _deliver(lease, sessions)
                 if not self._slots.finished(lease):
                     self._report_late(lease, outcome)

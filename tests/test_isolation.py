@@ -1,7 +1,7 @@
 """Whatever a handler does to its thread's connections is undone, and the next statement works."""
 
 import pytest
-from django.db import IntegrityError, close_old_connections, connection, connections, transaction
+from django.db import Error, IntegrityError, close_old_connections, connection, connections, transaction
 from django.db.transaction import TransactionManagementError
 
 from outbox.isolation import SessionWatch, bookmark, restore
@@ -9,6 +9,7 @@ from tests.testapp.models import Order
 
 in_autocommit = pytest.mark.django_db(transaction=True)
 in_test_case = pytest.mark.django_db
+only_told_when_asked = pytest.mark.skipif(connection.vendor == "postgresql", reason="the driver is not asked about it")
 
 
 def leave_a_block_open():
@@ -42,6 +43,45 @@ def close_inside_a_block():
 
 
 LEAKS = [leave_a_block_open, leave_nested_blocks_open, leave_autocommit_off, begin_by_hand, break_a_block]
+
+
+@in_autocommit
+@pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite has no sessions")
+@pytest.mark.parametrize("noticed", [True, pytest.param(False, marks=only_told_when_asked)])
+def test_a_session_that_ended_meanwhile_is_no_open_transaction(noticed):
+    """Scenario 32: servers end what is idle for too long, and a handler may be longer than that."""
+    Order.objects.create(reference="before")
+    end_own_session()
+    if noticed:
+        with pytest.raises(Error):
+            Order.objects.count()
+    assert restore({}) == set()
+    assert Order.objects.count() == 1
+
+
+@in_autocommit
+@pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite has no sessions")
+def test_a_session_that_ended_inside_a_block_is_told():
+    transaction.atomic().__enter__()
+    Order.objects.create(reference="lost")
+    end_own_session()
+    assert restore({}) == {"default"}
+    check_usable()
+
+
+def end_own_session():
+    """As the server does."""
+    ask, end = {
+        "postgresql": ("SELECT pg_backend_pid()", "SELECT pg_terminate_backend(%s, 5000)"),
+        "mysql": ("SELECT CONNECTION_ID()", "KILL %s"),
+    }[connection.vendor]
+    with connection.cursor() as cursor:
+        cursor.execute(ask)
+        [pid] = cursor.fetchone()
+    other = connections.create_connection("default")
+    with other.cursor() as cursor:
+        cursor.execute(end, [pid])
+    other.close()
 
 
 def insert():

@@ -112,6 +112,42 @@ def test_an_error_text_that_the_database_refuses_spoils_no_other_outcome(work, m
     assert row.error_text == "The text of this error could not be stored."
 
 
+def test_an_outcome_that_costs_its_session_each_time_spoils_no_other(work, monkeypatch):
+    """Scenario 12: a packet that is too large looks like an outage, and was tried for ever in front of all others."""
+    slots, settler = work
+    leases = hold(slots, 5)
+    real = settler_module.settle
+
+    def cutting(using, settlements, **options):
+        if any("poison" in each.error.text for each in settlements):
+            raise OperationalError("server has gone away")
+        return real(using, settlements, **options)
+
+    monkeypatch.setattr(settler_module, "settle", cutting)
+    run(settler, [(lease, ValueError("poison") if n == 2 else None) for n, lease in enumerate(leases)])
+    wait_until(slots.is_empty)
+    assert settler.counts == {"delivered": 4, "retried": 1}
+    assert outcomes(fresh(leases[2].message)) == ["failed"]
+
+
+def test_a_real_outage_costs_no_error_text(work, monkeypatch):
+    slots, settler = work
+    (lease,) = hold(slots)
+    failures = [OperationalError("connection refused") for _ in range(6)]
+    real = settler_module.settle
+
+    def away(using, settlements, **options):
+        if failures:
+            raise failures.pop()
+        return real(using, settlements, **options)
+
+    monkeypatch.setattr(settler_module, "settle", away)
+    monkeypatch.setattr(Settler, "_is_answered", lambda self: not failures)
+    run(settler, [(lease, ValueError("the reason"))])
+    wait_until(slots.is_empty)
+    assert fresh(lease.message).error_text == "the reason"
+
+
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="PostgreSQL alone refuses NUL in a text")
 def test_a_text_that_was_not_cleaned_spoils_no_other_outcome(work):
     slots, settler = work

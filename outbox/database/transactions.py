@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from django.db import DatabaseError, Error, connections, transaction
 
-from outbox.database.faults import is_race
+from outbox.database.faults import is_loss, is_race
 
 T = TypeVar("T")
 
@@ -130,7 +130,10 @@ def reads_committed_now(connection: Any) -> bool:
 
 
 def has_open_transaction(connection: Any) -> bool:
-    """Whether a transaction is open on this connection, even one that Django does not know of."""
+    """Whether a transaction is open on this connection, even one that Django does not know of.
+
+    A session that has ended, as servers end what is idle for too long, has none.
+    """
     if connection.connection is None:
         return False
     if connection.in_atomic_block or not connection.get_autocommit():
@@ -140,12 +143,17 @@ def has_open_transaction(connection: Any) -> bool:
             return bool(connection.connection.in_transaction)
     if connection.vendor == "postgresql":
         info = getattr(connection.connection, "info", None)
-        return info is not None and int(info.transaction_status) != 0
-    if connection.mysql_is_mariadb:
-        # The driver's cursor: a test case forbids Django's on the databases that the test does not name.
-        with connection.wrap_database_errors, connection.connection.cursor() as cursor:
-            cursor.execute("SELECT @@in_transaction")
-            return bool(cursor.fetchone()[0])
+        ended = getattr(connection.connection, "broken", False)  # by the server; psycopg 2 cannot tell
+        return info is not None and int(info.transaction_status) != 0 and not ended
+    try:
+        if connection.mysql_is_mariadb:
+            # The driver's cursor: a test case forbids Django's on the databases that the test does not name.
+            with connection.wrap_database_errors, connection.connection.cursor() as cursor:
+                cursor.execute("SELECT @@in_transaction")
+                return bool(cursor.fetchone()[0])
+    except Error as error:
+        if not is_loss(connection, error):
+            raise
     return False
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from outbox.registry import registry
 from tests.processes import jobs
+from tests.processes.private import own_server, site  # noqa: F401  (fixtures)
 from tests.waiting import wait_until
 
 

@@ -11,7 +11,9 @@ import threading
 import time
 from pathlib import Path
 
-from outbox import RetryPolicy, handler
+from django.db import connection, transaction
+
+from outbox import RetryPolicy, handler, stage
 
 REAL_PID = os.getpid()
 JOURNAL = "OUTBOX_TEST_JOURNAL"
@@ -48,7 +50,7 @@ def wait_for(message, path):
     end = time.monotonic() + PATIENCE
     while not Path(path).exists():
         assert time.monotonic() < end, f"nobody made {path}"
-        time.sleep(0.02)
+        threading.Event().wait(0.02)  # a sleep fails now and then under libfaketime
 
 
 def spin(message, seconds):
@@ -77,11 +79,30 @@ STEPS = {
     "crash": lambda message, _: ctypes.string_at(0),
     "sys.exit": lambda message, _: exit_thread(),
     "forever": lambda message, _: threading.Event().wait(),
+    "stage": lambda message, topic: stage_next(message, topic),
+    "shout": lambda message, length: shout(length),
+    "ask": lambda message, _: ask(),
 }
+
+
+def shout(length):
+    raise ValueError("".join(map(chr, range(65, 91))) * (length // 26))
 
 
 def exit_thread():
     raise SystemExit(3)
+
+
+def stage_next(message, topic):
+    """An effect in the database that can be counted."""
+    with transaction.atomic():
+        stage(topic, {}, event_key=f"{message.event_key}:next")
+
+
+def ask():
+    """Use the database, as most handlers do."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT 1")
 
 
 def deliver(message):
@@ -99,6 +120,7 @@ TOPICS = {
     "lane": {"ordering": "key"},
     "killer": {"ordering": "none", "retry": QUICKLY},
     "slow": {"ordering": "none", "timeout": 1.0, "retry": QUICKLY},
+    "atomic": {"ordering": "none", "atomic": True},
 }
 
 
