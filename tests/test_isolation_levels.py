@@ -1,6 +1,7 @@
 """What holds for callers of each isolation level, and on connections that have it by default."""
 
 import threading
+from importlib import import_module
 from uuid import uuid4
 
 import pytest
@@ -18,7 +19,6 @@ pytestmark = [
     pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite has one level: transactions follow one another"),
 ]
 LEVELS = ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
-PSYCOPG = {"READ COMMITTED": 2, "REPEATABLE READ": 3, "SERIALIZABLE": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -28,13 +28,20 @@ def delivered(outbox_registry):
     return seen
 
 
+def as_an_option(level):
+    if connection.vendor == "mysql":
+        return level.lower()
+    # Numbers of their own in psycopg 2 and psycopg 3.
+    return import_module("django.db.backends.postgresql.psycopg_any").IsolationLevel[level.replace(" ", "_")]
+
+
 @pytest.fixture(params=LEVELS)
 def level(request):
     """A level of isolation that this connection, and every new one, has by default."""
     options = connection.settings_dict["OPTIONS"]
     there = options.get("isolation_level")
     connection.close()
-    options["isolation_level"] = PSYCOPG[request.param] if connection.vendor == "postgresql" else request.param.lower()
+    options["isolation_level"] = as_an_option(request.param)
     yield request.param
     connection.close()
     options.pop("isolation_level")
