@@ -19,7 +19,7 @@ from django.db import Error, reset_queries
 
 from outbox.appetite import Appetite
 from outbox.breakers import Breakers
-from outbox.database import close_quietly
+from outbox.database import close_quietly, give_back
 from outbox.heartbeat import Heartbeat
 from outbox.housekeeping import Housekeeping
 from outbox.leases import Claim, Claimer, Lease, Settled, Settlement, charge
@@ -237,6 +237,7 @@ class Dispatcher:
             self._give_up(f"{stuck} handlers are stuck beyond their timeout; their threads cannot be stopped")
 
     def _wait(self, *, contended: bool) -> None:
+        give_back(self.plan.using)
         now = time.monotonic()
         longest = self.plan.poll * (1 + random.uniform(*POLL_JITTER))  # noqa: S311 - jitter, not secrecy
         moments = (self._settler.next_due(), self._breakers.next_look())

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from django.db import Error, connections, reset_queries
 
-from outbox.database import close_quietly, is_race, is_unwritable
+from outbox.database import close_quietly, give_back, is_race, is_unwritable
 from outbox.leases import Lease, renew
 from outbox.outages import Outage
 from outbox.registration import REPORT_EVERY
@@ -85,6 +85,7 @@ class Heartbeat:
                 except Exception as error:
                     pause = self._failed(error)
                 reset_queries()
+                give_back(self.using)
         finally:
             close_quietly(self.using)
 

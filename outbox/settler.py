@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from django.db import Error, connections, reset_queries
 
 from outbox import wakeup
-from outbox.database import close_quietly, is_loss, is_race, is_unwritable
+from outbox.database import close_quietly, give_back, is_loss, is_race, is_unwritable
 from outbox.errors import NO_ERROR, ErrorRecord
 from outbox.leases import Lease, Settled, Settlement, announce, draw_token, settle
 from outbox.models import Outcome, State
@@ -124,6 +124,7 @@ class Settler:
                 except BaseException:  # this thread must never end, whatever foreign code it meets
                     logger.exception("The settler failed; it goes on.")
                 reset_queries()
+                give_back(self.using)
         finally:
             close_quietly(self.using)
 

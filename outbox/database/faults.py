@@ -79,3 +79,10 @@ def close_quietly(using: str) -> None:
         pass  # it is gone already: that is what was wanted
     if connection.connection is not None and not connection.in_atomic_block:
         connection.connection = None
+
+
+def give_back(using: str) -> None:
+    """Return this thread's connection to its pool, if it has one: other threads may be waiting for it."""
+    connection = connections[using]
+    if getattr(connection, "pool", None) is not None and not connection.in_atomic_block:
+        close_quietly(using)

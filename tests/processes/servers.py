@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -142,12 +143,15 @@ class Server:
         self.start()
 
     def freeze(self):
-        for pid in family(self.process.pid):
-            os.kill(pid, signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def thaw(self):
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number):
         for pid in family(self.process.pid):
-            os.kill(pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def remove(self):
         if self.is_running():
