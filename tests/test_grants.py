@@ -155,7 +155,7 @@ def handlers():
         def delivers_too(message):
             pass
 
-        @handler("order.shipped", max_attempts=2)
+        @handler("order.shipped", retry=RetryPolicy(base=600, jitter=False))
         def fails(message):
             raise ValueError("no such order")
 
