@@ -49,6 +49,13 @@ def test_an_expired_message_lets_its_lane_go_on():
     check_invariants()
 
 
+def test_the_next_of_a_lane_whose_head_expired_keeps_its_place_among_what_is_due():
+    put("account", "a", expires_at=rows.ago(1), due_at=rows.ago(300))
+    behind = put("account", "a", due_at=rows.ago(200))
+    assert take() == []
+    assert fresh(behind).due_at == behind.due_at
+
+
 def test_a_message_expires_only_while_nobody_holds_it():
     row = put("mail", expires_at=rows.ahead(3600))
     (lease,) = take()

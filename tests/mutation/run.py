@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COPIED = ["outbox", "tests", "example_project", "setup.cfg", "pyproject.toml", "manage.py"]
 TESTS = [
     "tests/model",
+    "tests/test_rechecks.py",
     "tests/test_leases.py",
     "tests/test_lanes.py",
     "tests/test_lapses.py",
