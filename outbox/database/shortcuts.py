@@ -1,8 +1,11 @@
-"""Single statements of PostgreSQL for what takes a transaction elsewhere; correctness never rests on them."""
+"""Single statements, where UPDATE can return rows, for what takes a transaction elsewhere; nothing rests on them.
+
+On PostgreSQL they leave alone what somebody has locked; SQLite has one writer, and no row locks to meet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from django.db import connections, models
@@ -19,22 +22,12 @@ def increment_unlocked(
     One round trip, instead of the four of a transaction that locks first. Does nothing on other databases.
     """
     connection = connections[using]
-    if connection.vendor != "postgresql":
+    if not _can_return_rows(connection):
         return set()
-    name, column = connection.ops.quote_name(table), connection.ops.quote_name(column)
-    # An array, not a join: with a join the planner would read the whole table for large groups.
-    found = (
-        f"SELECT p.id FROM {name} p JOIN unnest(%s::bigint[], %s::bigint[], %s::bigint[]) AS w(id, token, value) "
-        f"ON p.id = w.id AND p.lease_token = w.token AND p.{column} = w.value "
-        f"WHERE p.id = ANY(%s::bigint[]) AND p.state = 'pending' ORDER BY p.id FOR UPDATE OF p SKIP LOCKED"
-    )
-    ids, tokens, values = zip(*rows, strict=True)
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"UPDATE {name} SET {column} = {column} + 1 WHERE id = ANY(ARRAY({found})) RETURNING id, lease_token",
-            [_array(ids), _array(tokens), _array(values), _array(ids)],
-        )
-        return set(cursor.fetchall())
+    name, column, still = connection.ops.quote_name(table), connection.ops.quote_name(column), _still(connection)
+    where, params = _unlocked(connection, name, ("lease_token", column), rows, f"{still}state = 'pending'")
+    sql = f"UPDATE {name} SET {column} = {column} + 1 WHERE {where} RETURNING id, lease_token"
+    return set(_fetch(connection, sql, params))
 
 
 def deliver_unlocked(using: str, table: str, rows: Sequence[tuple[int, int]]) -> set[int]:
@@ -43,24 +36,14 @@ def deliver_unlocked(using: str, table: str, rows: Sequence[tuple[int, int]]) ->
     The others are left alone, and so are rows that somebody has locked. Does nothing on other databases.
     """
     connection = connections[using]
-    if connection.vendor != "postgresql":
+    if not _can_return_rows(connection):
         return set()
-    name = connection.ops.quote_name(table)
-    now, _ = now_sql(connection)
-    found = (
-        f"SELECT p.id FROM {name} p JOIN unnest(%s::bigint[], %s::bigint[]) AS w(id, token) "
-        f"ON p.id = w.id AND p.lease_token = w.token "
-        f"WHERE p.id = ANY(%s::bigint[]) AND p.state = 'pending' AND p.lane IS NULL "
-        f"ORDER BY p.id FOR UPDATE OF p SKIP LOCKED"
+    name, now, still = connection.ops.quote_name(table), _now(connection), _still(connection)
+    where, params = _unlocked(
+        connection, name, ("lease_token",), rows, f"{still}state = 'pending' AND {still}lane IS NULL"
     )
-    ids, tokens = zip(*rows, strict=True)
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"UPDATE {name} SET state = 'delivered', settled_at = {now}, due_at = NULL, lease_token = NULL, lapses = 0 "
-            f"WHERE id = ANY(ARRAY({found})) RETURNING id",
-            [_array(ids), _array(tokens), _array(ids)],
-        )
-        return {pk for (pk,) in cursor.fetchall()}
+    changes = f"state = 'delivered', settled_at = {now}, due_at = NULL, lease_token = NULL, lapses = 0"
+    return {pk for (pk,) in _fetch(connection, f"UPDATE {name} SET {changes} WHERE {where} RETURNING id", params)}
 
 
 def lease_free(
@@ -80,42 +63,89 @@ def lease_free(
     at them. ``charged``: ids whose attempt is taken from the budget now. Finds nothing on other databases.
     """
     connection = connections[using]
-    if connection.vendor != "postgresql":
+    if not _can_return_rows(connection):
         return []
-    name = connection.ops.quote_name(model._meta.db_table)
-    now, _ = now_sql(connection)
+    name, now, still = connection.ops.quote_name(model._meta.db_table), _now(connection), _still(connection)
     columns = ", ".join(connection.ops.quote_name(each.column or "") for each in model._meta.concrete_fields)
     free = (
-        f"SELECT p.id FROM {name} p WHERE p.id = ANY(%s::bigint[]) AND p.state = 'pending' AND p.due_at <= {now} "
-        f"AND p.lane IS NULL AND p.lease_token IS NULL AND p.lapses = 0 AND p.spent < %s "
-        f"AND (p.expires_at IS NULL OR p.expires_at > {now}) ORDER BY p.id FOR UPDATE SKIP LOCKED"
+        f"{still}state = 'pending' AND {still}due_at <= {now} AND {still}lane IS NULL AND {still}lease_token IS NULL "
+        f"AND {still}lapses = 0 AND {still}spent < {int(budget)} "
+        f"AND ({still}expires_at IS NULL OR {still}expires_at > {now})"
     )
+    where, params = _unlocked(connection, name, (), [(pk,) for pk in ids], free)
     sql = (
-        f"UPDATE {name} SET lease_token = %s, leased_by = %s, leased_at = {now}, due_at = {now} + %s, "
-        f"attempt = attempt + 1, spent = spent + CASE WHEN id = ANY(%s::bigint[]) THEN 1 ELSE 0 END "
-        f"WHERE id = ANY(ARRAY({free})) RETURNING {columns}"
+        f"UPDATE {name} SET lease_token = {int(token)}, leased_by = %s, leased_at = {now}, "
+        f"due_at = {now} + {int(micros)}, attempt = attempt + 1, "
+        f"spent = spent + CASE WHEN id IN ({_listed(charged)}) THEN 1 ELSE 0 END "
+        f"WHERE {where} RETURNING {columns}"
     )
+    return _instances(model, connection, _fetch(connection, sql, [worker, *params]))
+
+
+def _can_return_rows(connection: Any) -> bool:
+    return connection.vendor in ("postgresql", "sqlite")
+
+
+def _now(connection: Any) -> str:
+    sql, params = now_sql(connection)
+    return sql % tuple(params)
+
+
+def _still(connection: Any) -> str:
+    """What stands before a column by which no row shall be looked up: SQLite's planner would prefer any other index."""
+    return "+" if connection.vendor == "sqlite" else ""
+
+
+def _unlocked(
+    connection: Any, name: str, columns: Sequence[str], rows: Sequence[tuple[int, ...]], guard: str
+) -> tuple[str, list[Any]]:
+    """A condition and its parameters: rows given as (id, value of each column, …) that are not locked by anybody.
+
+    Each id is paired with its own values: two independent lists would let a result through after a second claim.
+    """
+    if connection.vendor == "sqlite":
+        ids: dict[tuple[int, ...], list[int]] = {}
+        for pk, *values in rows:
+            ids.setdefault(tuple(values), []).append(pk)
+        groups = []
+        for held, mine in ids.items():
+            same = [f"{column} = {int(value)}" for column, value in zip(columns, held, strict=True)]
+            groups.append(" AND ".join([f"id IN ({_listed(mine)})", *same]))
+        return f"({' OR '.join(groups)}) AND {guard}", []
+    names = [f"w{number}" for number in range(len(columns) + 1)]
+    same = [f"p.{column} = w.{one}" for column, one in zip(("id", *columns), names, strict=True)]
+    # An array, not a join: with a join the planner would read the whole table for large groups.
+    found = (
+        f"SELECT p.id FROM {name} p JOIN unnest({', '.join(['%s::bigint[]'] * len(names))}) AS w({', '.join(names)}) "
+        f"ON {' AND '.join(same)} WHERE p.id = ANY(%s::bigint[]) AND {guard} ORDER BY p.id FOR UPDATE OF p SKIP LOCKED"
+    )
+    arrays = [f"{{{_listed(part)}}}" for part in zip(*rows, strict=True)]  # adapting lists would take ten times as long
+    return f"id = ANY(ARRAY({found}))", [*arrays, arrays[0]]
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, map(int, numbers))) or "NULL"
+
+
+def _fetch(connection: Any, sql: str, params: Sequence[Any]) -> list[Any]:
     with connection.cursor() as cursor:
-        cursor.execute(sql, [token, worker, micros, _array(charged), _array(ids), budget])
-        return _instances(model, connection, cursor.fetchall())
-
-
-def _array(numbers: Sequence[int]) -> str:
-    """An array as PostgreSQL writes it. The driver takes ten times as long to adapt a list of integers."""
-    return f"{{{','.join(map(str, numbers))}}}"
+        cursor.execute(sql, params or None)
+        found: list[Any] = cursor.fetchall()
+        return found
 
 
 def _instances(model: type[models.Model], connection: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
     """Instances of rows that have every column, in the order of the fields. A raw queryset takes twice as long."""
     fields = model._meta.concrete_fields
     names = [each.attname for each in fields]
-    converters = [(place, each.get_db_converters(connection)) for place, each in enumerate(fields)]
-    converters = [(place, functions) for place, functions in converters if functions]
+    own = [(place, each.get_db_converters(connection)) for place, each in enumerate(fields)]
+    backend = connection.ops.get_db_converters
+    backends = [(place, backend(each.get_col(model._meta.db_table))) for place, each in enumerate(fields)]
+    converters = [(place, function) for place, functions in [*backends, *own] for function in functions]
     found = []
     for row in rows:
         values = list(row)
-        for place, functions in converters:
-            for convert in functions:
-                values[place] = convert(values[place], None, connection)
+        for place, convert in converters:
+            values[place] = convert(values[place], None, connection)
         found.append(model.from_db(connection.alias, names, values))
     return found
