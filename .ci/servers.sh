@@ -21,6 +21,10 @@ install_missing() {
     [[ -x /usr/sbin/mariadbd ]] || packages+=(mariadb-server)
     command -v redis-server >/dev/null || packages+=(redis-server)
     [[ -x /usr/sbin/rabbitmq-server ]] || packages+=(rabbitmq-server)
+    # Tests put the one in front of a server of their own, and set the clocks of processes by the other.
+    [[ -x /usr/sbin/pgbouncer ]] || packages+=(pgbouncer)
+    ls /usr/lib/*/faketime/libfaketimeMT.so.1 >/dev/null 2>&1 || packages+=(libfaketime)
+    command -v unshare >/dev/null || packages+=(util-linux)
     # mysqlclient is compiled.
     command -v gcc >/dev/null || packages+=(build-essential)
     command -v pkg-config >/dev/null || packages+=(pkg-config)

@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from django.db import connection, transaction
+from django.db import connections, transaction
 
 from outbox import RetryPolicy, handler, stage
 
@@ -81,7 +81,8 @@ STEPS = {
     "forever": lambda message, _: threading.Event().wait(),
     "stage": lambda message, topic: stage_next(message, topic),
     "shout": lambda message, length: shout(length),
-    "ask": lambda message, _: ask(),
+    "ask": lambda message, _: ask("default"),
+    "ask other": lambda message, _: ask("other"),
 }
 
 
@@ -99,9 +100,9 @@ def stage_next(message, topic):
         stage(topic, {}, event_key=f"{message.event_key}:next")
 
 
-def ask():
-    """Use the database, as most handlers do."""
-    with connection.cursor() as cursor:
+def ask(alias):
+    """Use a database, as most handlers do."""
+    with connections[alias].cursor() as cursor:
         cursor.execute("SELECT 1")
 
 
