@@ -112,17 +112,18 @@ class Run:
 def main():
     options = arguments()
     left = left_by(options.left_by)
-    mutants = [each for each in find(ROOT) if wanted(each, options) and (left is None or each.name in left)]
-    stale = [each for each in EQUIVALENT if not any(each.matches(mutant) for mutant in find(ROOT))]
-    for each in stale:
-        print(f"declared equivalent, but not found: {each}")
-    if options.list:
-        print(*mutants, f"{len(mutants)} guards", sep="\n")
-        return 1 if stale else 0
     run = Run(options=options, vendor=vendor_of(options.database))
     with tempfile.TemporaryDirectory(prefix="outbox-mutation-") as place:
-        copies = [copy_to(Path(place, str(number))) for number in range(options.jobs)]
-        if not first_run(run, copies[0]):
+        copies = [copy_to(Path(place, str(number)), options.revision) for number in range(options.jobs)]
+        found = find(copies[0])
+        mutants = [each for each in found if wanted(each, options) and (left is None or each.name in left)]
+        stale = [each for each in EQUIVALENT if not any(each.matches(mutant) for mutant in found)]
+        for each in stale:
+            print(f"declared equivalent, but not found: {each}")
+        if options.list:
+            print(*mutants, f"{len(mutants)} guards", sep="\n")
+            return 1 if stale else 0
+        if not first_run(run, copies[0], sorted({mutant.path for mutant in found})):
             return 2
         for copy in copies[1:]:
             shutil.copytree(copies[0], copy, dirs_exist_ok=True)
@@ -138,6 +139,7 @@ def arguments():
     parser.add_argument("--left-by", metavar="FILE", help="only what the run that printed this did not kill")
     parser.add_argument("--quick", action="store_true", help="a sample that takes about two minutes")
     parser.add_argument("--seed", default="", help="of the sample's order; default: the commit")
+    parser.add_argument("--revision", default="", help="of the repository; default: as the files are now")
     parser.add_argument("--jobs", type=int, default=1, help="copies at work at the same time")
     parser.add_argument("--list", action="store_true", help="print the guards and change nothing")
     return parser.parse_args()
@@ -163,7 +165,13 @@ def vendor_of(url):
     return {"": "sqlite", "postgres": "postgresql", "psql": "postgresql"}.get(scheme, scheme)
 
 
-def copy_to(directory):
+def copy_to(directory, revision):
+    directory.mkdir()
+    if revision:
+        archive = directory / "archive.tar"
+        subprocess.run(["git", "archive", "-o", archive, revision, *COPIED], cwd=ROOT, check=True)
+        shutil.unpack_archive(archive, directory)
+        return directory
     ignored = shutil.ignore_patterns("__pycache__", "*.sqlite3*")
     for name in COPIED:
         source = ROOT / name
@@ -197,9 +205,8 @@ def run_tests(run, copy, **how):
         process.join()
 
 
-def first_run(run, copy):
+def first_run(run, copy, paths):
     """Run everything unchanged, and learn which test runs which line."""
-    paths = sorted({mutant.path for mutant in find(ROOT)})
     started = time.monotonic()
     answer = run_tests(run, copy, traced=paths)
     if answer is None or answer[0] != 0:
