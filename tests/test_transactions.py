@@ -1,5 +1,6 @@
 """Lost replies, races and isolation: whatever becomes of a transaction, its effect is there once or not at all."""
 
+import re
 import threading
 from contextlib import contextmanager
 
@@ -208,7 +209,8 @@ def test_a_claim_that_is_done_again_keeps_its_token_and_its_room():
 
     def note(execute, sql, params, many, context):
         if sql.startswith("UPDATE"):
-            tokens.append(next(value for value in params if isinstance(value, int) and value > 2**40))
+            values = [*map(int, re.findall(r"lease_token = (\d+)", sql)), *params]
+            tokens.append(next(value for value in values if isinstance(value, int) and value > 2**40))
         return execute(sql, params, many, context)
 
     with connection.execute_wrapper(note), victims(at="UPDATE", times=3):

@@ -209,8 +209,8 @@ class Finder:
     def sql_condition(self, node, start, source, begin):
         end = end_of_condition(source, begin)
         condition = source[begin:end]
-        if not COMPARES.search(condition):
-            return
+        if not COMPARES.search(condition) or "," in re.sub(r"\([^()]*\)", "", condition):
+            return  # nothing is compared, or it is a list of what is set
         span = cut(start, source, begin, end)
         if condition.endswith("="):  # the other side stands elsewhere
             self.add(node, "sql", "dropped", f"{condition[:-1]}>=", span=span)
@@ -268,10 +268,11 @@ class Finder:
         return start, found.end() if found else end
 
 
-SQL = re.compile(r"\b(?:WHERE|AND|ON|WHEN)\s+(?!CONFLICT)(?=[^\s])|(?<=^f\")(?=\w\.\w+ [<>=])")
+FIRST = r"(?=[\w{}.]+ (?:[<>=]|IN\b|IS\b))"  # a text that begins with a condition
+SQL = re.compile(rf"\b(?:WHERE|AND|ON|WHEN)\s+(?!CONFLICT)(?=[^\s])|(?<=^f\"){FIRST}|(?<=^\"){FIRST}")
 SQL_END = re.compile(r"\s+(?:AND|ORDER|FOR|GROUP|LIMIT|RETURNING|WHERE|THEN|AS)\b|\s*\"|\s*\)")
 SQL_LOCK = re.compile(r"(?<=\w)? ?FOR UPDATE(?: OF \w)?(?: SKIP LOCKED)?| SKIP LOCKED| LOCK IN SHARE MODE")
-SQL_SET = re.compile(rf"(?<![.\w])({'|'.join(sorted(WRITTEN))}) = (?:NULL|0|'\w+'|\1 \+ 1)")
+SQL_SET = re.compile(rf"(?<![.\w}}])({'|'.join(sorted(WRITTEN))}) = (?:NULL|0|'\w+'|\1 \+ 1)")
 COMPARES = re.compile(r"[<>=]|\bIS\b|\bIN\b|\bEXISTS\b")
 
 
