@@ -20,13 +20,18 @@ from django.conf import settings
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
-def arguments(description: str) -> argparse.Namespace:
+def parser(description: str) -> argparse.ArgumentParser:
     """The options that every benchmark takes."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--database", default="", help="a database URL; SQLite in a temporary folder by default")
-    parser.add_argument("--quick", action="store_true", help="smaller and fewer rounds: a look, not a measurement")
-    parser.add_argument("--json", metavar="FILE", help="write the numbers to this file, too")
-    return parser.parse_args()
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--database", default="", help="a database URL; SQLite in a temporary folder by default")
+    options.add_argument("--quick", action="store_true", help="smaller and fewer rounds: a look, not a measurement")
+    options.add_argument("--json", metavar="FILE", help="write the numbers to this file, too")
+    return options
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """What was given of the options that every benchmark takes."""
+    return parser(description).parse_args()
 
 
 @contextmanager
