@@ -14,12 +14,14 @@ import pytest
 from django.db import OperationalError, ProgrammingError, connections
 
 from outbox import handler, schema, vitals
+from outbox.dispatcher import Dispatcher
 from outbox.health import Verdict, judge, within
 from outbox.leases import Claimer
+from outbox.outages import Outage
 from outbox.probes import LivenessFile, Probes
 from outbox.registry import registry
 from outbox.vitals import Condition
-from tests.running import Gate, dispatching, put
+from tests.running import Gate, dispatching, plan, put
 from tests.waiting import wait_until
 
 WELL = Condition(using="default", silent=0.2, patience=9.0, slots=4, claimed=True)
@@ -172,6 +174,25 @@ def test_trouble_begins_with_the_failure_and_ends_with_the_next_claim(monkeypatc
         assert str(error) not in judge([dispatcher.vitals.condition()]).ready[0].text  # it may tell secrets
         monkeypatch.setattr(Claimer, "claim", real)
         wait_until(lambda: not kinds(dispatcher))
+
+
+@pytest.mark.django_db(transaction=True)
+def test_trouble_of_one_loop_is_over_when_another_one_succeeds():
+    """A renewal failed, and then there was nothing to renew: the claims know better."""
+    dispatcher = Dispatcher(plan())
+    dispatcher.stop()
+    assert dispatcher.run() == 0  # at once: only what it saw is of interest here
+    outage = Outage("default", "The heartbeat")
+    dispatcher.vitals.watch(outage)
+    for _ in range(2):
+        outage.note(OperationalError("gone"))
+    assert dispatcher.vitals.condition().trouble == "away"
+    dispatcher.vitals.work()
+    assert dispatcher.vitals.condition().trouble == ""
+    outage.note(OperationalError("gone again"))
+    assert dispatcher.vitals.condition().trouble == "away"
+    outage.over()
+    assert dispatcher.vitals.condition().trouble == ""
 
 
 @pytest.mark.django_db(transaction=True)

@@ -2,15 +2,18 @@
 
 import json
 import logging
+import os
 import signal
 import sys
 import threading
 import time
 from contextlib import contextmanager
+from multiprocessing import Pipe
 
 import pytest
 
 from outbox import limits, posts, supervisor
+from outbox.lifeline import Lifeline
 from outbox.limits import Limits
 from outbox.offspring import how, was_told_to_stop
 from outbox.posts import Terms
@@ -308,7 +311,9 @@ def test_a_parent_that_slept_does_not_blame_its_children(monkeypatch):
     parent.start()
     wait_until(lambda: parent.go_on() and not parent.verdict().started)
     time.sleep(1.0)
-    parent.go_on()
+    for _ in range(10):
+        parent.go_on()
+        time.sleep(0.02)
     assert starts(parent) == [1]
     assert parent.verdict().details[0]["state"] == "working"
     parent.stop()
@@ -327,6 +332,58 @@ def test_one_that_lives_is_enough_to_live_but_not_to_be_ready(tmp_path):
         wait_until(lambda: kinds(parent.verdict().ready) == ["process_down"])
         assert parent.verdict().is_live
         assert kinds(parent.verdict().started) == ["process_down"]
+
+
+def test_one_that_is_ready_excuses_those_that_are_just_changing(tmp_path):
+    with supervising(first(tmp_path, GOOD, otherwise="wait_for_stop()"), processes=2) as parent:
+        wait_until(lambda: not parent.verdict().ready)
+        assert kinds(parent.verdict().started) == ["process_changing"]
+
+
+def test_while_all_are_just_changing_none_is_ready():
+    with supervising("wait_for_stop()", processes=2) as parent:
+        wait_until(lambda: kinds(parent.verdict().ready) == ["process_changing"] * 2)
+        assert parent.verdict().is_live
+
+
+def test_what_handlers_start_does_not_take_itself_for_a_child(monkeypatch):
+    ours, theirs = Pipe()
+    number = os.dup(theirs.fileno())
+    os.set_inheritable(number, True)
+    monkeypatch.setenv("OUTBOX_LIFELINE", str(number))
+    lifeline = Lifeline.inherited()
+    assert "OUTBOX_LIFELINE" not in os.environ
+    assert not os.get_inheritable(number)
+    assert Lifeline.inherited() is None
+    lifeline.tell(counts={"processed": 1})
+    assert json.loads(ours.recv_bytes()) == {"counts": {"processed": 1}}
+    lifeline._pipe.close()
+    ours.close()
+    theirs.close()
+
+
+def test_a_report_that_fails_is_told_and_the_next_one_is_made(caplog):
+    ours, theirs = Pipe()
+    lifeline = Lifeline(theirs)
+    reports = iter([{"n": 1}])
+    lifeline.watch(lambda: next(reports))
+    assert json.loads(ours.recv_bytes()) == {"n": 1}
+    wait_until(lambda: "could not be told" in caplog.text)
+    ours.send_bytes(b"stop")
+    assert lifeline.stopped.wait(10)
+    lifeline.end(n=2)
+    assert json.loads(ours.recv_bytes()) == {"n": 2}
+    ours.close()
+    theirs.close()
+
+
+def test_a_parent_that_is_gone_is_a_stop():
+    ours, theirs = Pipe()
+    lifeline = Lifeline(theirs)
+    ours.close()
+    lifeline.tell(n=1)
+    assert lifeline.stopped.is_set()
+    theirs.close()
 
 
 # --- the small print --------------------------------------------------------------------------------------------------
