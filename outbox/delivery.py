@@ -32,6 +32,7 @@ logger = logging.getLogger("outbox")
 
 IMMEDIATE_MARGIN = 10.0  # seconds of lease beyond the handler's timeout, for there is no heartbeat
 PAUSE = 0.1  # seconds between two tries to write what a handler has done
+REOPENED_AFTER = 1.0  # seconds until an atomic handler is tried again whose transaction could not be opened
 
 Function = Callable[[Envelope], Any]
 
@@ -62,7 +63,7 @@ def run(
         result = error
     leaked = restore(marks, watched)
     try:
-        if isinstance(result, Settled):
+        if isinstance(result, (Settled, Settlement)):
             return result
         if leaked and not isinstance(result, BaseException):
             result = _leak(lease, leaked)
@@ -85,15 +86,18 @@ def _leak(lease: Lease, aliases: set[str]) -> LeakedTransaction:
     )
 
 
-def _call_atomic(lease: Lease, function: Function, before: set[str]) -> Settled:
+def _call_atomic(lease: Lease, function: Function, before: set[str]) -> Settled | Settlement:
     """Commit the handler's own writes and the completion in one transaction, or neither: then it raises why.
 
-    ``before``: aliases whose transactions were open before.
+    ``before``: aliases whose transactions were open before. A database that is away when the transaction shall be
+    opened is not the message's fault: it is given back, for its handler has not run.
     """
     settled: Settled | None = None
+    begun = False
     started = time.monotonic()
     try:
         with short_transaction(lease.using):
+            begun = True
             depth = len(connections[lease.using].atomic_blocks)
             result = _call(lease, function)
             duration = time.monotonic() - started
@@ -109,8 +113,11 @@ def _call_atomic(lease: Lease, function: Function, before: set[str]) -> Settled:
                 raise LeaseLost("The lease was lost while the handler ran: its writes are rolled back.")
         return settled
     except Error as error:
-        if settled is not None and is_loss(connections[lease.using], error) and _was_committed(lease):
+        lost = is_loss(connections[lease.using], error)
+        if settled is not None and lost and _was_committed(lease):
             return settled
+        if not begun and (lost or is_race(connections[lease.using], error)):
+            return replace(release(lease, wait=REOPENED_AFTER), cause=error)
         raise
 
 

@@ -689,6 +689,26 @@ def test_an_atomic_handler_whose_commit_got_no_answer_asks_what_happened(monkeyp
     assert Order.objects.count() == int(committed)
 
 
+def test_an_atomic_handler_whose_transaction_cannot_be_opened_has_not_run_and_costs_nothing(monkeypatch):
+    """An outage is not poison: the budget is for what a handler does."""
+    ran = []
+    lease = take(ran.append, atomic=True)
+    connection.close()
+
+    def refuse(*arguments):
+        raise OperationalError("the server is not there")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(connection, "get_new_connection", refuse)
+        outcome = run(lease)
+    settle("default", [outcome])
+    row = Message.objects.get()
+    assert ran == []
+    assert (row.state, row.attempt, row.spent) == (State.PENDING, 1, 0)
+    assert outcomes(row) == [Outcome.RELEASED]
+    assert row.due_at > rows.now()
+
+
 def test_a_refusal_at_the_commit_of_an_atomic_handler_is_a_failed_attempt(monkeypatch):
     lease = take(lambda message: Order.objects.create(reference="x"), atomic=True)
     inner = delivery_module.short_transaction
