@@ -61,11 +61,9 @@ def _state(row):
 
 
 def _overlaps(evidence):
-    found = Counter()
-    for a, b in [*overlapping(evidence, by_message(evidence)), *overlapping(evidence, by_lane(evidence))]:
-        if a.lane is None or a.id != b.id or a.attempt != b.attempt:
-            found.update([excuse(evidence, a, b.start) or excuse(evidence, b, b.start) or "UNEXPLAINED"])
-    return found
+    pairs = list(overlapping(evidence, by_message(evidence)))
+    pairs += [(a, b) for a, b in overlapping(evidence, by_lane(evidence)) if a.id != b.id]
+    return Counter(excuse(evidence, a, b.start) or excuse(evidence, b, b.start) or "UNEXPLAINED" for a, b in pairs)
 
 
 def _recovery(evidence):

@@ -10,6 +10,7 @@ LEASE = 4.0
 POLL = 0.25
 GRACE = 2.0
 CONCURRENCY = 3
+BATCH = 20  # a process takes that many with it when it is killed
 TIMEOUT = 1.0  # of the slow topics
 BUDGET = 25  # of all topics but the doomed ones
 DOOMED_BUDGET = 3

@@ -143,7 +143,16 @@ class Troupe:
 
 def dispatch(*options):
     times = ("--lease", terms.LEASE, "--poll", terms.POLL, "--grace", terms.GRACE)
-    return ["manage.py", "outbox_dispatch", *times, "--concurrency", terms.CONCURRENCY, *options]
+    return [
+        "manage.py",
+        "outbox_dispatch",
+        *times,
+        "--concurrency",
+        terms.CONCURRENCY,
+        "--batch",
+        terms.BATCH,
+        *options,
+    ]
 
 
 def skewed(library, seconds):
