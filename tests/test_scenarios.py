@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCENARIOS = [*range(1, 16), *range(18, 30), *range(36, 57), 58, *range(60, 64)]
+SCENARIOS = [*range(1, 65)]
 FAULTS = [f"P{number}" for number in range(1, 15)]
 NAMED = re.compile(r"\b[Ss]cenarios?\s+((?:P?\d+(?:\s*(?:,|and|-)\s*)?)+)")
 FAULT = re.compile(r"\bP\d{1,2}\b")
