@@ -17,7 +17,7 @@ from outbox import RetryPolicy, handler, stage
 
 REAL_PID = os.getpid()
 JOURNAL = "OUTBOX_TEST_JOURNAL"
-PATIENCE = 60.0
+PATIENCE = 150.0
 
 
 def note(event, message, **more):

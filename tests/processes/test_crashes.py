@@ -290,3 +290,19 @@ def test_it_runs_under_the_autoreloader(process_environment, journal):
         process.kill()
         process.wait()
     assert state(row) == State.DELIVERED
+
+
+@pytest.mark.parametrize("after", ["succeeds", "fails"])
+def test_a_row_that_is_deleted_while_its_handler_runs_costs_a_line_in_the_log(dispatch, journal, gate, after):
+    """Scenario 58."""
+    row = put("work", {"do": [["wait", gate.path], *([["fail", 1]] if after == "fails" else [])]})
+    process = dispatch()
+    journal.wait("start")
+    Message.objects.filter(pk=row.pk).delete()
+    gate()
+    wait_until(lambda: "lost its lease" in process.output())
+    later = put("work", {})
+    wait_until(lambda: settled(later))
+    assert process.output().count("lost its lease") == 1
+    assert not Message.objects.filter(pk=row.pk).exists()
+    assert process.poll() is None
