@@ -12,7 +12,7 @@ from outbox.models import Message, State
 from outbox.operations import discard, make_due, requeue
 from outbox.retention import sweep
 from tests import rows
-from tests.specimens import columns, end, hand_over, put, specimens, take, take_one
+from tests.specimens import BUDGET, claimer, columns, end, fresh, hand_over, put, specimens, take, take_one
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("specimens")]
 __all__ = ["specimens"]
@@ -169,3 +169,43 @@ def test_a_write_passes_by_what_changed_after_it_was_judged(write, change, key):
     with changing_before_each_update(row, values), suppress(Stale):
         work()
     assert columns(row) in (before, before | values)  # undone as a whole, or passed by
+
+
+# --- between the look of a claim and the claim ------------------------------------------------------------------------
+
+
+@contextmanager
+def changing_after_the_look(row, values):
+    """Somebody was quicker: the first SELECT has seen the row as it was."""
+    seen = []
+
+    def wrapper(execute, sql, params, many, context):
+        result = execute(sql, params, many, context)
+        if not seen and sql.lstrip("(").startswith("SELECT"):
+            seen.append(sql)
+            Message.objects.filter(pk=row.pk).update(**values)
+        return result
+
+    with connection.execute_wrapper(wrapper):
+        yield
+
+
+LATER_CHANGES = {
+    "settled": ({"state": State.DISCARDED}, State.DISCARDED),
+    "leased to another": (lambda: {"lease_token": 77, "due_at": rows.ahead(3600)}, State.PENDING),
+    "put off": (lambda: {"due_at": rows.ahead(3600)}, State.PENDING),
+    "a repeat offender": ({"lapses": 2}, State.PENDING),
+    "expired": (lambda: {"expires_at": rows.ago(1)}, State.DISCARDED),
+    "over its budget": ({"spent": BUDGET}, State.DEAD),
+}
+
+
+@pytest.mark.parametrize("key", ["a", None])
+@pytest.mark.parametrize("change", LATER_CHANGES)
+def test_a_claim_takes_nothing_that_changed_after_its_look(change, key):
+    values, state = LATER_CHANGES[change]
+    row = put("account", key)
+    with changing_after_the_look(row, values() if callable(values) else values):
+        assert claimer().claim(5, seconds=60, alone=False).leases == []
+    found = fresh(row)
+    assert (found.state, found.attempt) == (state, 0)
