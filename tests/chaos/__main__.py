@@ -1,6 +1,7 @@
 """Run the chaos suite for as long as wanted.
 
     python -m tests.chaos --database postgres --minutes 30 --seed 7
+    python -m tests.chaos --judge DIRECTORY
 
 It makes a server of its own, prints its progress and a table of figures, and exits with 1 if a promise was broken.
 """
@@ -9,10 +10,12 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 from pathlib import Path
 
+import django
 import pytest
 
 from tests.chaos import journal, terms
@@ -31,6 +34,7 @@ def arguments():
     add("--restart-every", type=float, default=30.0, help="seconds between two restarts of the server (%(default)s)")
     add("--json", type=Path, help="write the figures there, too")
     add("--directory", type=Path, help="for journal and logs; default: a new one in the place for temporary files")
+    add("--judge", type=Path, metavar="DIRECTORY", help="only check what a run has left there")
     return parser.parse_args()
 
 
@@ -50,22 +54,25 @@ def say(text):
 
 
 def main():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started is ended, too
     given = arguments()
-    agreed = terms_of(given)
-    directory = given.directory or Path(tempfile.mkdtemp(prefix="outbox-chaos-"))
+    agreed, directory = terms_of(given), given.directory or given.judge
+    if given.judge:
+        agreed = terms.Terms(**json.loads((directory / journal.TABLES).read_text())["terms"])
+    directory = directory or Path(tempfile.mkdtemp(prefix="outbox-chaos-"))
     directory.mkdir(exist_ok=True, parents=True)
     say(f"seed {agreed.seed}, {agreed.messages} messages in {agreed.seconds:.0f} s on {agreed.database}; {directory}")
-    os.environ[journal.VARIABLE] = str(directory / "journal")
+    os.environ[journal.VARIABLE] = str(directory / journal.LINES)
     os.environ[terms.VARIABLE] = agreed.dump()
     os.environ["DJANGO_SETTINGS_MODULE"] = "tests.chaos.settings"
-    try:
-        from tests.chaos.run import judge, run  # deferred: needs the environment
+    from tests.chaos.run import judge, run  # deferred: needs the environment
 
-        run(agreed, directory, say)
+    try:
+        django.setup() if given.judge else run(agreed, directory, say)
     except pytest.skip.Exception as missing:
         say(str(missing))
         return 2
-    found, violations = judge(directory, say)
+    found, violations = judge(agreed, directory, say)
     if given.json:
         report = {"terms": json.loads(agreed.dump()), "figures": found, "violations": violations}
         given.json.write_text(json.dumps(report, indent=2))

@@ -23,7 +23,7 @@ STALL = 0.5  # seconds without a look from which on the machine itself was stuck
 PROGRESS = 10.0
 PING = 1.0  # seconds between two questions to the database
 SLOW = 0.5  # seconds without an answer from which on it kept everybody waiting
-DRAIN = 180.0  # seconds that the last messages may take, once there is peace
+DRAIN = 600.0  # seconds that the last messages may take, once there is peace
 RECOVERY = 30.0  # seconds for what is measured in peace
 
 
@@ -35,7 +35,7 @@ class Conductor:
         self.plan = plan.make(terms)
         self._server = server
         self._say = say
-        self._journal = directory / "journal"
+        self._journal = directory / journal.LINES
         self._troupe = Troupe(terms, directory, faketime)
         self._thaws = []  # (when, pid)
         self._restart = None

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 VARIABLE = "CHAOS_JOURNAL"
+LINES, TABLES = "journal", "tables.json"  # files in the directory of a run
 
 
 def note(event, **parts):

@@ -18,7 +18,7 @@ LATE = 0.7  # seconds between two such looks from which on this process was kept
 BEGINNING = "CHAOS_BEGINNING"  # the monotonic time from which the plan counts
 BASE_EXCEPTIONS = (SystemExit, KeyboardInterrupt, GeneratorExit)
 
-_bursts = plan.make(terms.load()).bursts
+_bursts = tuple(plan.bursts(terms.load()))
 
 
 def look(message):

@@ -84,7 +84,7 @@ def make(terms):
     return Plan(
         transactions=tuple(_transactions(terms, random.Random(f"{terms.seed} writers"))),
         troubles=tuple(sorted(_troubles(terms, random.Random(f"{terms.seed} troubles")), key=lambda each: each.at)),
-        bursts=tuple(_bursts(terms, random.Random(f"{terms.seed} bursts"))),
+        bursts=tuple(bursts(terms)),
         calm=tuple(_calm(number) for number in range(CALM)),
     )
 
@@ -157,7 +157,9 @@ def _calm(number):
     return Transaction(number=-1 - number, writer=-1, at=0.0, drafts=(draft,), pause=0.0, commits=True)
 
 
-def _bursts(terms, source):
+def bursts(terms):
+    """When, in seconds from the beginning, the other side of the shaky topic is down."""
+    source = random.Random(f"{terms.seed} bursts")
     at = source.uniform(5.0, 15.0)
     while at < terms.seconds:
         length = source.uniform(1.0, 4.0)

@@ -4,18 +4,15 @@ import json
 import os
 from contextlib import contextmanager
 from dataclasses import asdict
-from glob import glob
 
 import django
 from django.core.management import call_command
 from django.db import connection
 
 from tests.chaos import evidence, journal, plan
-from tests.chaos.terms import Terms
 from tests.chaos.troupe import FAKETIME
 from tests.processes import servers
 
-TABLES = "tables.json"
 ROOM = {"postgres": ("-c", "max_connections=150"), "mariadb": ("--max-connections=150",)}
 
 
@@ -27,9 +24,7 @@ def run(terms, directory, say):
 
         call_command("migrate", run_syncdb=True, verbosity=0)
         connection.close()
-        library = next(iter(glob(FAKETIME)), None) if terms.has_server else None
-        if terms.has_server and library is None:
-            say("libfaketime is not installed: all clocks are right")
+        library = servers.library(FAKETIME) if terms.has_server else None
         codes, drained = Conductor(terms, server, directory, library, say).run()
         collect(terms, directory, codes, drained)
 
@@ -70,18 +65,16 @@ def collect(terms, directory, codes, drained):
         "drained": drained,
         "codes": codes,
     }
-    (directory / TABLES).write_text(json.dumps(tables, default=lambda instant: instant.timestamp()))
+    (directory / journal.TABLES).write_text(json.dumps(tables, default=lambda instant: instant.timestamp()))
 
 
-def judge(directory, say):
+def judge(agreed, directory, say):
     """Check what a run has left in its directory; returns the figures, and by claim its violations."""
     from tests.chaos import checker, figures  # deferred: the invariants need Django
 
-    tables = json.loads((directory / TABLES).read_text())
-    agreed = Terms(**tables.pop("terms"))
-    found = evidence.Evidence(
-        terms=agreed, planned=plan.make(agreed).drafts(), lines=journal.read(directory / "journal"), **tables
-    )
+    tables = json.loads((directory / journal.TABLES).read_text()) | {"terms": agreed}
+    lines = journal.read(directory / journal.LINES)
+    found = evidence.Evidence(planned=plan.make(agreed).drafts(), lines=lines, **tables)
     violations = checker.check(found)
     numbers = figures.figures(found)
     for line in figures.table(numbers, violations):

@@ -46,7 +46,7 @@ class Story:
         return {**SQUARE, **parts, "ordering_key": draft.lane, "attempt": 0, "spent": 0, "settled_at": None}
 
     def run(self, key, start, end, *, step="sleep", outcome="delivered", pid=1, taken=None, number=None):
-        """A claim, its execution, and how it ended; ``end`` None: the process died. ``taken``: when that was written."""
+        """A claim, its execution, and how it ended, settled at ``taken``; ``end`` None: the process died."""
         row = self[key]
         number = number or row["attempt"] + 1
         row["attempt"] = max(row["attempt"], number)

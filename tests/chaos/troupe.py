@@ -80,7 +80,7 @@ class Troupe:
             Part("ahead", lambda: dispatch(), skewed(faketime, ZONE)),
             Part("behind", lambda: dispatch(), skewed(faketime, -ZONE)),
         ]
-        self._journal = directory / "journal"
+        self._journal = directory / journal.LINES
         self._logs = directory
         self._alive = set()
         self._looked_at = time.monotonic()
