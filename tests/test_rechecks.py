@@ -12,7 +12,19 @@ from outbox.models import Message, State
 from outbox.operations import discard, make_due, requeue
 from outbox.retention import sweep
 from tests import rows
-from tests.specimens import BUDGET, claimer, columns, end, fresh, hand_over, put, specimens, take, take_one
+from tests.specimens import (
+    BUDGET,
+    check_invariants,
+    claimer,
+    columns,
+    end,
+    fresh,
+    hand_over,
+    put,
+    specimens,
+    take,
+    take_one,
+)
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("specimens")]
 __all__ = ["specimens"]
@@ -209,3 +221,19 @@ def test_a_claim_takes_nothing_that_changed_after_its_look(change, key):
         assert claimer().claim(5, seconds=60, alone=False).leases == []
     found = fresh(row)
     assert (found.state, found.attempt) == (state, 0)
+
+
+def test_a_message_that_comes_into_a_lane_meanwhile_is_leased_as_one_of_that_lane():
+    row = put("account")
+    with changing_after_the_look(row, {"lane": 5}):
+        take()
+    assert fresh(row).holder == 5
+    check_invariants()
+
+
+def test_a_message_that_comes_into_a_lane_meanwhile_leaves_it_with_its_delivery():
+    row = put("account")
+    lease = take_one(row)
+    Message.objects.filter(pk=row.pk).update(lane=5, holder=5)
+    assert end(lease).status == "settled"
+    check_invariants()

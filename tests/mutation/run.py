@@ -57,6 +57,7 @@ TESTS = [
 ENVIRONMENT = {"OUTBOX_MODEL_EXAMPLES": "25", "OUTBOX_MODEL_SHRINK": "0", "OUTBOX_INTERLEAVING_SECONDS": "3"}
 PRELOADED = ["django.db.models", "django.test"]  # by the process that all others are copied from
 PATIENCE = 240.0  # seconds for the tests of one mutant; then they hang, and so they have noticed
+LONG_PATIENCE = 1800.0  # for the first run
 QUICK = 110.0  # seconds of the sample that fits into every run
 FEW = 5  # tests of a line; what they did may have been remembered for all others: then those of the whole file are run
 FAVOURITES = 8  # tests that noticed most in this file so far, tried first
@@ -136,7 +137,7 @@ def arguments():
     parser.add_argument("--database", default="", metavar="URL", help="a server; default: SQLite")
     parser.add_argument("--only", default="*", metavar="GLOB", help="of path:line, such as 'outbox/lanes.py*'")
     parser.add_argument("--kind", default="", help="condition, lock, sql, judgement, check, count or write")
-    parser.add_argument("--without", default="", metavar="GLOB", help="files of tests to leave out")
+    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="FILE", help="those that shall notice")
     parser.add_argument("--left-by", metavar="FILE", help="only what the run that printed this did not kill")
     parser.add_argument("--quick", action="store_true", help="a sample that takes about two minutes")
     parser.add_argument("--seed", default="", help="of the sample's order; default: the commit")
@@ -186,19 +187,19 @@ def copy_to(directory, revision):
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def run_tests(run, copy, **how):
+def run_tests(run, copy, patience=PATIENCE, **how):
     """What `child.play` answers, or None when it hung or died."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     answer, question = context.Pipe(duplex=False)
     suffix = os.environ.get("OUTBOX_TEST_SUFFIX", "mutation")
     environment = {"DATABASE_URL": run.options.database, "OUTBOX_TEST_SUFFIX": f"{suffix}_{copy.name}", **ENVIRONMENT}
-    arguments = (question, copy, environment, [name for name in TESTS if not fnmatch(name, run.options.without)])
+    arguments = (question, copy, environment, run.options.tests)
     process = context.Process(target=play, args=arguments, kwargs=how)
     process.start()
     question.close()
     try:
-        return answer.recv() if answer.poll(PATIENCE) else None
+        return answer.recv() if answer.poll(patience) else None
     except EOFError:
         return None
     finally:
@@ -209,7 +210,7 @@ def run_tests(run, copy, **how):
 def first_run(run, copy, paths):
     """Run everything unchanged, and learn which test runs which line."""
     started = time.monotonic()
-    answer = run_tests(run, copy, traced=paths)
+    answer = run_tests(run, copy, LONG_PATIENCE, traced=paths)
     if answer is None or answer[0] != 0:
         print((copy / "mutation.log").read_text(errors="replace")[-5000:], "\nThe tests fail by themselves.", sep="")
         return False
