@@ -9,7 +9,7 @@ from django.test.utils import CaptureQueriesContext
 
 from outbox import signals
 from outbox.handlers import handler
-from outbox.leases import announce, charge, claim, draw_token, renew, settle
+from outbox.leases import announce, charge, claim, draw_token, renew, settle, shortcut
 from outbox.models import Attempt, Message, Reason, State
 from outbox.operations import discard, make_due, requeue
 from outbox.retries import RetryPolicy
@@ -242,6 +242,21 @@ def test_hundreds_of_routes_with_nothing_due_do_not_hide_the_one_that_is(specime
     )
     busy = put(names[-1])
     assert [lease.id for lease in take(1)] == [busy.pk]
+
+
+def test_a_claim_that_waited_for_a_lock_grants_whole_leases(monkeypatch):
+    """Scenario 17: the time of a statement is that of its start, and a file or a table may be locked meanwhile."""
+    real = shortcut.lease_free
+
+    def waiting(*args, micros, **options):
+        return real(*args, micros=micros - 590_000_000, **options)  # as if it had been sent so long ago
+
+    monkeypatch.setattr(shortcut, "lease_free", waiting)
+    monkeypatch.setattr(shortcut, "LATE", 0.0)
+    row = put("account")
+    (lease,) = take(1, seconds=600)
+    assert in_seconds(fresh(row).due_at) == pytest.approx(600, abs=50)
+    assert (lease.attempt, fresh(row).spent) == (1, 1)
 
 
 @pytest.mark.parametrize("routes", [1, 9, 250, 600])

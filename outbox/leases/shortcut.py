@@ -10,15 +10,22 @@ from django.db import DatabaseError, connections
 
 from outbox.database import deliver_unlocked, is_race, lease_free
 from outbox.lanes import pending
+from outbox.leases.holding import renew
 from outbox.leases.lease import Lease, hold
 from outbox.leases.outcomes import Settled, Settlement
 from outbox.leases.taking import Terms
 from outbox.models import Message, State
 
+LATE = 0.2  # of a lease: a claim that took longer renews it
+
 
 def lease_at_once(chosen: Sequence[int], terms: Terms) -> list[Lease]:
-    """Lease what can be leased without a look; the rest of the rows is left to `take`."""
-    deadline = time.monotonic() + terms.seconds
+    """Lease what can be leased without a look; the rest of the rows is left to `take`.
+
+    The time of a statement is that of its start. One that waited for a lock (of the table, or of SQLite's file) grants
+    leases that are partly, or wholly, over: they are renewed at once.
+    """
+    started = time.monotonic()
     rows = lease_free(
         terms.using,
         Message,
@@ -29,7 +36,11 @@ def lease_at_once(chosen: Sequence[int], terms: Terms) -> list[Lease]:
         micros=int(terms.seconds * 1_000_000),
         budget=min(handler.max_attempts for handler in terms.routes.values()),
     )
-    return _held(rows, chosen, terms, deadline)
+    leases = _held(rows, chosen, terms, started + terms.seconds)
+    if leases and time.monotonic() - started > terms.seconds * LATE:
+        lost = renew(terms.using, leases, terms.seconds).lost
+        return [lease for lease in leases if lease not in lost]
+    return leases
 
 
 def leased_unanswered(chosen: Sequence[int], terms: Terms) -> list[Lease]:

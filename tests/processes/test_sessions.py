@@ -62,7 +62,7 @@ def test_a_dispatcher_has_a_bounded_number_of_sessions_and_leaves_none_behind(si
 
 
 def statements(server):
-    """How many statements (PostgreSQL: transactions, of which it learns with a delay) the server has executed so far."""
+    """How many statements the server has executed so far; PostgreSQL counts transactions, with a delay."""
     if connection.vendor == "postgresql":
         [[count]] = server.say("SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = 'outbox'")
     else:
