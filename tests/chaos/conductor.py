@@ -23,6 +23,7 @@ STALL = 0.5  # seconds without a look from which on the machine itself was stuck
 PROGRESS = 10.0
 PING = 1.0  # seconds between two questions to the database
 SLOW = 0.5  # seconds without an answer from which on it kept everybody waiting
+BUSY = 0.5  # seconds from which on a handler runs for long
 DRAIN = 600.0  # seconds that the last messages may take, once there is peace
 RECOVERY = 30.0  # seconds for what is measured in peace
 
@@ -36,6 +37,7 @@ class Conductor:
         self._server = server
         self._say = say
         self._journal = directory / journal.LINES
+        self._running = journal.Running(self._journal)
         self._troupe = Troupe(terms, directory, faketime)
         self._thaws = []  # (when, pid)
         self._restart = None
@@ -141,10 +143,19 @@ class Conductor:
             case "kill writer":
                 self._kill_one([each.process for each in self._troupe.writers if each.process], trouble, "kill writer")
             case _:
-                frozen = {pid for _, pid in self._thaws}
-                victims = [pid for pid in self._troupe.victims() if pid not in frozen]
+                victims = self._victims(trouble)
                 if victims:
                     self._harm(trouble, victims[trouble.target % len(victims)])
+
+    def _victims(self, trouble):
+        """Whom it may hit; who is frozen is in trouble already. A freeze hits where it hurts: a handler that runs."""
+        frozen = {pid for _, pid in self._thaws}
+        found = [pid for pid in self._troupe.victims() if pid not in frozen]
+        if trouble.kind != "freeze":
+            return found
+        since, now = self._running.since(), time.monotonic()
+        busy = [pid for pid in found if now - since.get(pid, now) > BUSY]
+        return busy or found
 
     def _note(self, kind, **parts):
         self._counts[kind] = self._counts.get(kind, 0) + 1

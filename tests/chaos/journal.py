@@ -27,3 +27,34 @@ def read(path, event=None):
         return []
     with path.open() as lines:
         return [json.loads(line) for line in lines if line.startswith(beginning)]
+
+
+class Running:
+    """Who is executing what just now, as far as the journal tells: read on from call to call."""
+
+    def __init__(self, path):
+        self._path = Path(path)
+        self._offset = 0
+        self._open = {}  # (id, attempt) -> (start, pid)
+
+    def since(self):
+        """By process the start of its oldest execution."""
+        with self._path.open("rb") as lines:
+            lines.seek(self._offset)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                if line.startswith((b'{"event": "start"', b'{"event": "end"')):
+                    self._take(json.loads(line))
+        found = {}
+        for start, pid in self._open.values():
+            found[pid] = min(start, found.get(pid, start))
+        return found
+
+    def _take(self, line):
+        key = line["id"], line["attempt"]
+        if line["event"] == "start":
+            self._open[key] = line["at"], line["pid"]
+        else:
+            self._open.pop(key, None)

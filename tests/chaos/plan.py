@@ -147,7 +147,7 @@ def _behaviour(topic, options, source):
     elif source.random() >= HONEST:
         misdeeds = ATOMIC_MISDEEDS if options.atomic else MISDEEDS
         steps = [(step, 0) for step in source.choices(list(misdeeds), misdeeds.values(), k=source.choice([1, 1, 2]))]
-    naps = (0, 0, 0.01, 0.05) if options.atomic else (0, 0, 0.01, 0.05, 0.2, LONG if source.random() < 0.1 else 0)
+    naps = (0, 0, 0.01, 0.05) if options.atomic else (0, 0, 0.01, 0.05, 0.2, LONG if source.random() < 0.2 else 0.4)
     return [*steps, ("sleep", source.choice(naps))]
 
 
@@ -173,7 +173,7 @@ def bursts(terms):
 def _troubles(terms, source):
     """SQLite has no sessions to cut and no server to restart; a frozen process may hold its only lock."""
     yield from _now_and_then(terms, source, "kill", terms.kill_every)
-    yield from _now_and_then(terms, source, "freeze", 5.0, lengths=(0.3, 1.3 * LEASE, 2 * LEASE))
+    yield from _now_and_then(terms, source, "freeze", 4.0, lengths=(0.3, 1.3 * LEASE, 1.3 * LEASE, 2 * LEASE))
     yield from _now_and_then(terms, source, "stop", 15.0)
     yield from _now_and_then(terms, source, "kill writer", 20.0)
     if terms.has_server:
