@@ -19,6 +19,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -111,13 +112,13 @@ class Run:
 
 
 def main():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no copy, and no test, is left behind
     options = arguments()
-    left = left_by(options.left_by)
     run = Run(options=options, vendor=vendor_of(options.database))
     with tempfile.TemporaryDirectory(prefix="outbox-mutation-") as place:
         copies = [copy_to(Path(place, str(number)), options.revision) for number in range(options.jobs)]
         found = find(copies[0])
-        mutants = [each for each in found if wanted(each, options) and (left is None or each.name in left)]
+        mutants = [each for each in left_by(options.left_by, found) if wanted(each, options)]
         stale = [each for each in EQUIVALENT if not any(each.matches(mutant) for mutant in found)]
         for each in stale:
             print(f"declared equivalent, but not found: {each}")
@@ -138,7 +139,9 @@ def arguments():
     parser.add_argument("--only", default="*", metavar="GLOB", help="of path:line, such as 'outbox/lanes.py*'")
     parser.add_argument("--kind", default="", help="condition, lock, sql, judgement, check, count or write")
     parser.add_argument("--tests", nargs="+", default=TESTS, metavar="FILE", help="those that shall notice")
-    parser.add_argument("--left-by", metavar="FILE", help="only what the run that printed this did not kill")
+    parser.add_argument(
+        "--left-by", nargs="+", default=[], metavar="FILE", help="what the runs that printed these left"
+    )
     parser.add_argument("--quick", action="store_true", help="a sample that takes about two minutes")
     parser.add_argument("--seed", default="", help="of the sample's order; default: the commit")
     parser.add_argument("--revision", default="", help="of the repository; default: as the files are now")
@@ -151,15 +154,12 @@ def wanted(mutant, options):
     return fnmatch(mutant.place, options.only) and options.kind in ("", mutant.kind)
 
 
-def left_by(log):
-    """Names of the guards that another run survived, or could not reach."""
-    if log is None:
-        return None
-    lines = Path(log).read_text().splitlines()
-    left = [
-        line.partition(" s  ")[2] for line in lines if line.startswith(("survived", "unreached", "needs row locks"))
-    ]
-    return {re.sub(r":\d+ ", " ", name, count=1) for name in left}
+def left_by(logs, found):
+    """The guards that other runs, of which these are the outputs, have not killed."""
+    lines = [line for log in logs for line in Path(log).read_text().splitlines() if line.startswith("killed")]
+    killed = Counter(re.sub(r":\d+ ", " ", line.partition(" s  ")[2], count=1) for line in lines)
+    often = Counter(mutant.name for mutant in found)
+    return [mutant for mutant in found if killed[mutant.name] < often[mutant.name]]
 
 
 def vendor_of(url):
@@ -195,7 +195,7 @@ def run_tests(run, copy, patience=PATIENCE, **how):
     suffix = os.environ.get("OUTBOX_TEST_SUFFIX", "mutation")
     environment = {"DATABASE_URL": run.options.database, "OUTBOX_TEST_SUFFIX": f"{suffix}_{copy.name}", **ENVIRONMENT}
     arguments = (question, copy, environment, run.options.tests)
-    process = context.Process(target=play, args=arguments, kwargs=how)
+    process = context.Process(target=play, args=arguments, kwargs=how, daemon=True)
     process.start()
     question.close()
     try:
@@ -234,7 +234,7 @@ def play_all(run, mutants, copies):
         while not left.empty() and time.monotonic() < end:
             run.note(judge(run, left.get(), copy))
 
-    threads = [Thread(target=work, args=(copy,)) for copy in copies]
+    threads = [Thread(target=work, args=(copy,), daemon=True) for copy in copies]
     for thread in threads:
         thread.start()
     for thread in threads:
