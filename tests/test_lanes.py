@@ -726,6 +726,16 @@ def test_r6_a_lane_whose_target_stays_locked_does_not_fill_the_claims(second_con
 
 @rows_can_be_locked
 @pytest.mark.timeout(30)
+def test_a_locked_row_of_a_crowded_lane_does_not_hold_up_the_parking_of_the_others(second_connection):
+    messages = lane_of_("account", 30)
+    take_one(messages[0])
+    with locked_elsewhere(second_connection, messages[-1]):
+        assert take() == []
+    assert places(*messages[1:]) == ["parked"] * 28 + ["due"]
+
+
+@rows_can_be_locked
+@pytest.mark.timeout(30)
 def test_r6_a_moment_of_a_lock_snoozes_nobody(second_connection):
     head = put("account", "a")
     take_one(head)
