@@ -173,7 +173,7 @@ def bursts(terms):
 def _troubles(terms, source):
     """SQLite has no sessions to cut and no server to restart; a frozen process may hold its only lock."""
     yield from _now_and_then(terms, source, "kill", terms.kill_every)
-    yield from _now_and_then(terms, source, "freeze", 4.0, lengths=(0.3, 1.3 * LEASE, 1.3 * LEASE, 2 * LEASE))
+    yield from _now_and_then(terms, source, "freeze", 5.0, lengths=(0.3, 1.5 * LEASE, 2.5 * LEASE, 2.5 * LEASE))
     yield from _now_and_then(terms, source, "stop", 15.0)
     yield from _now_and_then(terms, source, "kill writer", 20.0)
     if terms.has_server:
