@@ -22,7 +22,7 @@ from typing import Any
 
 import django
 from django.conf import settings
-from ground import Sheet, arguments, empty, scratch_database
+from ground import Sheet, arguments, empty, scratch_databases
 
 RATE = 50  # messages a second
 TOPIC = "benchmark.latency"
@@ -155,7 +155,7 @@ def main() -> int:
     options = arguments(__doc__ or "")
     rounds, seconds = (1, 5.0) if options.quick else (3, 20.0)
     sheet = Sheet()
-    with scratch_database(options.database) as connection:
+    with scratch_databases(options.database) as [connection]:
         from outbox import handler
 
         handler(TOPIC)(lambda message: None)
