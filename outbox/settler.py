@@ -72,7 +72,7 @@ class Settler:
         self._since = 0.0
         self._urgent = False  # an outcome of a lane is among them
         self._again: deque[Group] = deque()
-        self._later: list[tuple[float, Settlement]] = []
+        self._later: list[tuple[float, Group]] = []
         self._refused_since: dict[Lease, float] = {}
         self.outage = Outage(using, "The settler")
         self._news = threading.Condition()
@@ -132,17 +132,13 @@ class Settler:
         """The next group: all there is, once it is worth a transaction. None: stopped and nothing left."""
         with self._news:
             while True:
+                now = time.monotonic()
+                self._ripen(now)
                 if self._again:
                     return self._again.popleft()
                 if self._done:
                     done, self._done = self._done, []
                     break
-                now = time.monotonic()
-                ripe = [each for at, each in self._later if at <= now]
-                if ripe:
-                    self._later = [(at, each) for at, each in self._later if at > now]
-                    self._outcomes += ripe
-                    self._urgent = True
                 wait = self._linger(now)
                 if self._outcomes and wait <= 0:
                     group, self._outcomes = self._outcomes[: self._batch], self._outcomes[self._batch :]
@@ -155,6 +151,15 @@ class Settler:
                 self._news.wait(max(0.0, wait))
         self._finish(done)
         return Group(outcomes=[])
+
+    def _ripen(self, now: float) -> None:
+        """Take up again what was put off until now: what is in doubt by itself, under its token, the rest together."""
+        ripe = [each for at, each in self._later if at <= now]
+        if ripe:
+            self._later = [(at, each) for at, each in self._later if at > now]
+            self._again += [each for each in ripe if each.doubtful]
+            self._outcomes += [outcome for each in ripe if not each.doubtful for outcome in each.outcomes]
+            self._urgent = True
 
     def _linger(self, now: float) -> float:
         """Seconds that the outcomes may still wait for company: none in a lane, and none when no handler runs."""
@@ -184,7 +189,10 @@ class Settler:
             self._refused(group, error)
         else:
             self.outage.over()
-            self._finish(results)
+            self._finish([each for each in results if each.status != "busy"])
+            for each in results:
+                if each.status == "busy":
+                    self._put_off(group, each.settlement, BUSY_PAUSE)
 
     def _wait_for_the_database(self, group: Group, error: Error) -> None:
         pause = self.outage.note(error)
@@ -213,15 +221,19 @@ class Settler:
         [outcome] = group.outcomes
         if isinstance(error, Error) and is_race(connections[self.using], error):
             self.outage.note(error)
-            self._later.append((time.monotonic() + BUSY_PAUSE, outcome))
+            self._put_off(group, outcome, BUSY_PAUSE)
         elif outcome.error is not NO_ERROR and not group.bare:
             bare = ErrorRecord(type=outcome.error.type, text="The text of this error could not be stored.")
             outcome = replace(outcome, error=bare)
             self._again.appendleft(Group(outcomes=[outcome], token=group.token, doubtful=group.doubtful, bare=True))
         else:
-            self._try_later(outcome, error)
+            self._try_later(group, outcome, error)
 
-    def _try_later(self, outcome: Settlement, error: Exception) -> None:
+    def _put_off(self, group: Group, outcome: Settlement, seconds: float) -> None:
+        again = Group(outcomes=[outcome], token=group.token, doubtful=group.doubtful)
+        self._later.append((time.monotonic() + seconds, again))
+
+    def _try_later(self, group: Group, outcome: Settlement, error: Exception) -> None:
         """Keep what is refused for a reason unknown, for a lease at least: whoever runs the database may mend it."""
         now, lease = time.monotonic(), outcome.lease
         if lease not in self._refused_since:
@@ -229,7 +241,7 @@ class Settler:
             logger.error("Message %s cannot be settled; it is tried again.", lease.id, exc_info=error)
         refused_for = now - self._refused_since[lease]
         if refused_for < self._seconds and not (self._stopped and refused_for > LONGEST_PAUSE / 2):
-            self._later.append((now + min(LONGEST_PAUSE, max(BUSY_PAUSE, refused_for)), outcome))
+            self._put_off(group, outcome, min(LONGEST_PAUSE, max(BUSY_PAUSE, refused_for)))
             return
         logger.error("Message %s cannot be settled; its lease will run out.", lease.id, exc_info=error)
         del self._refused_since[lease]
@@ -240,9 +252,6 @@ class Settler:
         woken = False
         for each in results:
             done, lease = each.settlement, each.settlement.lease
-            if each.status == "busy":
-                self._later.append((now + BUSY_PAUSE, done))
-                continue
             self._count(each)
             self._refused_since.pop(lease, None)
             if each.next is not None:

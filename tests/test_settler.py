@@ -10,7 +10,7 @@ from django.db.backends.signals import connection_created
 from outbox import handler, outages
 from outbox import settler as settler_module
 from outbox.errors import ErrorRecord
-from outbox.leases import claim, settle
+from outbox.leases import Settled, claim, settle
 from outbox.models import Message, State
 from outbox.registry import registry
 from outbox.settler import Settler
@@ -225,6 +225,29 @@ def test_an_outage_is_waited_for_and_told_once(work, monkeypatch, caplog):
     assert settler.counts == {"delivered": 2}
     told = [record.levelname for record in caplog.records if record.name == "outbox"]
     assert told == ["WARNING", "INFO"]
+
+
+def test_what_is_in_doubt_stays_so_while_its_row_is_locked(work, monkeypatch):
+    """A COMMIT of which no answer came has settled it: who forgot the doubt would take the lease for lost."""
+    slots, settler = work
+    leases = hold(slots, 1)
+    real = settler_module.settle
+    tries = []
+
+    def unanswered(using, settlements, **options):
+        tries.append((options["token"], options["recheck"]))
+        if len(tries) == 2:
+            return [Settled(settlement=each, status="busy") for each in settlements]
+        results = real(using, settlements, **options)
+        if len(tries) == 1:
+            raise OperationalError("server closed the connection unexpectedly")
+        return results
+
+    monkeypatch.setattr(settler_module, "settle", unanswered)
+    run(settler, [(lease, None) for lease in leases])
+    wait_until(slots.is_empty)
+    assert settler.counts == {"delivered": 1}
+    assert tries == [(tries[0][0], False), (tries[0][0], True), (tries[0][0], True)]
 
 
 class Refusal(Exception):
