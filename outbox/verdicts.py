@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from django.conf import settings
 from django.utils import timezone
 
+from outbox.conf import options
 from outbox.errors import describe
 from outbox.exceptions import Bury, Discard, HandlerTimeout, NotConfirmed, Retry, Snooze, Unavailable, Verdict
 from outbox.leases import Lease, Settlement
@@ -123,8 +124,13 @@ def _final(
 
 
 def _patience(lease: Lease) -> float:
-    """The backoff of a message that costs no budget: by its claims, and never None."""
-    return replace(lease.handler.policy, max_attempts=lease.attempt + 1).delay(lease.attempt) or 0.0
+    """The backoff of a message that costs no budget: by its claims, never None, and no longer than a breaker's pauses.
+
+    In a lane one message alone meets the outage, and all that follow wait for it: no breaker opens to probe for it.
+    """
+    current = options()
+    wait = replace(lease.handler.policy, max_attempts=lease.attempt + 1).delay(lease.attempt) or 0.0
+    return min(wait, current.BREAKER_PAUSE_CAP) if current.BREAKER_FAILURES else wait
 
 
 def _bounded(seconds: float) -> float:

@@ -298,6 +298,16 @@ def test_a_drain_ends_although_the_other_side_is_down():
     assert Message.objects.due().count() == 20 - len(set(side.met_down))
 
 
+@pytest.mark.parametrize(("failures", "longest"), [(3, 0.4), (0, 3600)])
+def test_a_message_that_meets_the_outage_alone_asks_as_often_as_a_probe(settings, failures, longest):
+    """In a lane only the head asks, so that no breaker opens; after a long outage it must not wait for an hour."""
+    settings.OUTBOX = QUICK | {"BREAKER_FAILURES": failures}
+    handler("mail", retry=RetryPolicy(base=3600, jitter=False))(print)
+    lease = held("mail")
+    assert judge(lease, Unavailable("down"), 0.1).wait == longest
+    assert judge(lease, Unavailable("down", after=7200), 0.1).wait == 7200
+
+
 # --- the bound --------------------------------------------------------------------------------------------------------
 
 
