@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.chaos import checker, terms
+from tests.chaos.attempts import REFUNDED
 from tests.chaos.checker import CLAIMS
 from tests.chaos.evidence import Evidence
 from tests.chaos.figures import figures, table
@@ -58,7 +59,7 @@ class Story:
         self.settle(row, number, start, end + 0.05 if taken is None else taken, outcome, pid)
 
     def settle(self, row, number, start, taken, outcome, pid):
-        row["spent"] += outcome not in checker.REFUNDED
+        row["spent"] += outcome not in REFUNDED
         finals = {"delivered": "delivered", "buried": "dead", "discarded": "discarded"}
         if outcome in finals:
             reason = {"buried": "buried", "discarded": "handler"}.get(outcome, "")
