@@ -53,7 +53,7 @@ def by_name(pages):
     return [pytest.param(each, id=each.name) for each in pages]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def warehouse():
     """A web service that accepts everything."""
 
@@ -67,7 +67,7 @@ def warehouse():
             pass
 
     with HTTPServer(("127.0.0.1", 0), Service) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
 
