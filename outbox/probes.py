@@ -31,7 +31,9 @@ class Probes:
 
     def __init__(self, host: str, port: int, verdict: Callable[[], Verdict]) -> None:
         self._server = _Server(host, port, verdict)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="outbox-probes", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="outbox-probes", daemon=True
+        )
         self._thread.start()
 
     @property

@@ -37,7 +37,7 @@ def lease_at_once(chosen: Sequence[int], terms: Terms) -> list[Lease]:
         budget=min(handler.max_attempts for handler in terms.routes.values()),
     )
     leases = _held(rows, chosen, terms, started + terms.seconds)
-    if leases and time.monotonic() - started > terms.seconds * LATE:
+    if leases and 0 < terms.seconds * LATE < time.monotonic() - started:
         lost = renew(terms.using, leases, terms.seconds).lost
         return [lease for lease in leases if lease not in lost]
     return leases

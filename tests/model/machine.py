@@ -225,7 +225,10 @@ class Machine(RuleBasedStateMachine):
 
     def _check_next(self, each, lane, onward):
         in_lane = [row for row in self.reference.messages.values() if lane is not None and row.lane == lane]
-        able = [row for row in in_lane if self.reference.may_follow(row)]
+        settled = (
+            each.settlement.lease.id
+        )  # given back, it may be the first of its lane again, and does not follow itself
+        able = [row for row in in_lane if self.reference.may_follow(row) and row.id != settled]
         if each.next is None:
             assert not (able and onward) or each.settlement.lease.run + 1 >= 20, f"not handed over: {able}"
             return
