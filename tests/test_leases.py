@@ -252,7 +252,7 @@ def test_a_claim_that_waited_for_a_lock_grants_whole_leases(monkeypatch):
         return real(*args, micros=micros - 590_000_000, **options)  # as if it had been sent so long ago
 
     monkeypatch.setattr(shortcut, "lease_free", waiting)
-    monkeypatch.setattr(shortcut, "LATE", 0.0)
+    monkeypatch.setattr(shortcut, "LATE", 1e-9)
     row = put("account")
     (lease,) = take(1, seconds=600)
     assert in_seconds(fresh(row).due_at) == pytest.approx(600, abs=50)
