@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("
 __all__ = ["specimens"]
 
 SEED = 20  # of the short run, which is the same every time
-EXAMPLES = int(os.environ.get("OUTBOX_MODEL_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("OUTBOX_MODEL_EXAMPLES", "60"))
 LONG_SECONDS = float(os.environ.get("OUTBOX_MODEL_SECONDS", "60"))
 STEPS = 40
 SHRINK = os.environ.get("OUTBOX_MODEL_SHRINK") != "0"

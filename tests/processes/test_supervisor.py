@@ -93,6 +93,7 @@ def test_a_stop_ends_all_processes_and_the_report_counts_for_all(dispatch, journ
     assert not any(is_there(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_what_runs_may_finish_and_nothing_new_starts(dispatch, journal, gate):
     """Scenario 28 b."""
     running = [put("work", {"do": [["wait", gate.path]]}) for _ in range(3)]
@@ -108,6 +109,7 @@ def test_what_runs_may_finish_and_nothing_new_starts(dispatch, journal, gate):
     assert state(late) == State.PENDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_second_signal_kills_all_of_them(dispatch, journal, number):
     """Scenario 28 d. It reaches the whole group, as Ctrl-C does: only the parent counts them."""
@@ -122,6 +124,7 @@ def test_the_second_signal_kills_all_of_them(dispatch, journal, number):
     wait_until(lambda: not any(is_there(pid) for pid in pids), 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0.0, 0.4])
 def test_a_stop_of_the_whole_group_in_the_middle_of_the_start_is_a_stop(dispatch, after):
     """As a service manager does that knows nothing of parents: some children care for signals already, some do not."""
@@ -132,6 +135,7 @@ def test_a_stop_of_the_whole_group_in_the_middle_of_the_start_is_a_stop(dispatch
     assert wait_for_exit(parent) == 0, parent.output()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(connection.vendor != "sqlite", reason="the file of SQLite can be seen among the open ones")
 def test_the_parent_keeps_no_database_open(dispatch):
     parent = dispatch("--processes", 2)
@@ -145,6 +149,7 @@ def test_the_parent_keeps_no_database_open(dispatch):
     assert name not in opened(parent.pid)
 
 
+@pytest.mark.slow
 def test_in_a_child_all_signals_count_as_one(dispatch, journal, gate):
     held = put("work", {"do": [["wait", gate.path]]})
     parent = dispatch("--processes", 2)
@@ -159,6 +164,7 @@ def test_in_a_child_all_signals_count_as_one(dispatch, journal, gate):
     wait_until(lambda: len(started(parent)) == 3)
 
 
+@pytest.mark.slow
 def test_what_outlasts_the_grace_is_given_back(dispatch, journal):
     """Scenario 28 c."""
     row = put("work", {"do": ["forever"]})
@@ -169,6 +175,7 @@ def test_what_outlasts_the_grace_is_given_back(dispatch, journal):
     assert (fresh(row).lease_token, outcomes(row)) == (None, ["interrupted"])
 
 
+@pytest.mark.slow
 def test_when_the_parent_is_killed_the_children_finish_and_leave(dispatch, journal, gate):
     running = put("work", {"do": [["wait", gate.path]]})
     parent = dispatch("--processes", 2)
@@ -188,7 +195,7 @@ def test_when_the_parent_is_killed_the_children_finish_and_leave(dispatch, journ
 # --- replacements -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)])
 def test_a_child_that_dies_is_replaced_and_what_it_held_is_delivered(dispatch, journal, gate, number):
     """Scenario 29."""
     held = put("work", {"do": [["wait", gate.path]]})
@@ -206,6 +213,7 @@ def test_a_child_that_dies_is_replaced_and_what_it_held_is_delivered(dispatch, j
     assert wait_for_exit(parent) == 0, parent.output()
 
 
+@pytest.mark.slow
 def test_a_frozen_child_is_told_by_the_probes_killed_and_replaced(dispatch, tmp_path):
     """Scenario 59: SIGSTOP. The parent lives; what is wrong is said."""
     file = tmp_path / "alive"
@@ -228,6 +236,7 @@ def test_a_frozen_child_is_told_by_the_probes_killed_and_replaced(dispatch, tmp_
     assert not file.exists()
 
 
+@pytest.mark.slow
 def test_children_are_recycled_after_so_many_messages_and_none_is_lost_or_miscounted(dispatch, journal):
     parent = dispatch("--processes", 2, "--max-messages", 5, concurrency=1)
     found = [put("work", {"do": [["sleep", 0.1]]}) for _ in range(30)]
@@ -242,6 +251,7 @@ def test_children_are_recycled_after_so_many_messages_and_none_is_lost_or_miscou
     assert "processed 30, delivered 30" in parent.output()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "limit", [("--max-messages", 3), ("--max-seconds", "0.5"), ("--max-rss", 1)], ids=lambda limit: limit[0]
 )
@@ -254,6 +264,7 @@ def test_a_single_process_ends_at_its_limit_with_0(dispatch, limit):
         assert settled(*found)
 
 
+@pytest.mark.slow
 def test_a_child_whose_slots_are_all_stuck_is_replaced(dispatch, journal):
     """Scenario 18: threads cannot be killed, so the process is."""
     stuck = put("slow", {"do": ["forever"]})
@@ -271,6 +282,7 @@ def test_a_child_whose_slots_are_all_stuck_is_replaced(dispatch, journal):
 # --- poison -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end", ["kill", pytest.param("exit", marks=pytest.mark.slow), pytest.param("crash", marks=pytest.mark.slow)]
 )
@@ -317,6 +329,7 @@ execute_from_command_line(["manage.py", "outbox_dispatch", "--processes", "2", "
 """
 
 
+@pytest.mark.slow
 def test_processes_need_no_fork_and_a_program_of_ones_own_may_start_them(process_environment, journal, tmp_path):
     """Scenario 60: children run the command line of the parent, whatever it is."""
     log = tmp_path / "log"
@@ -363,6 +376,7 @@ assert left is None, left
 """
 
 
+@pytest.mark.slow
 def test_process_1_of_a_container_reaps_what_others_left_behind(process_environment):
     apart = ["unshare", "--fork", "--pid", "--kill-child"]
     if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True).returncode:
@@ -387,6 +401,7 @@ def status(*conditions):
 WELL = ("dispatchers<1", "abandoned>0", "oldest>1s")
 
 
+@pytest.mark.slow
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])
 def test_the_status_tells_idle_hung_and_frozen_dispatchers_apart(dispatch, journal):
     """Scenario 59: its source is the database, not the process that is asked."""
@@ -421,6 +436,7 @@ def test_what_makes_no_sense_starts_no_process(dispatch, options):
     assert not started(parent)
 
 
+@pytest.mark.slow
 def test_without_a_database_all_wait_live_but_not_ready(dispatch):
     """Scenarios 28 e and 59."""
     parent = dispatch("--processes", 2, "--probe-port", 0, environment={"DATABASE_URL": NOWHERE[connection.vendor]})
@@ -432,6 +448,7 @@ def test_without_a_database_all_wait_live_but_not_ready(dispatch):
     assert wait_for_exit(parent) == 0, parent.output()
 
 
+@pytest.mark.slow
 def test_processes_that_may_not_wait_for_their_database_end_with_1(dispatch):
     parent = dispatch("--processes", 2, "--exit-on-db-error", environment={"DATABASE_URL": NOWHERE[connection.vendor]})
     assert wait_for_exit(parent) == 1
