@@ -122,7 +122,8 @@ class Breakers:
 
     def take_opened(self) -> list[str]:
         """The handlers whose breakers have opened since the last call."""
-        opened, self._opened = self._opened, []
+        with self._lock:
+            opened, self._opened = self._opened, []
         return opened
 
     def _look_at_first(self) -> None:

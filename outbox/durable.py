@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from asgiref.sync import sync_to_async
-from django.db import transaction
+from django.db import Error, transaction
 
 from outbox import delivery
 from outbox.exceptions import Bury, InvalidIntent, OutboxError, PostCommitEffectError
@@ -18,6 +19,8 @@ from outbox.intents import Draft, Intent, draft, iterated
 from outbox.models import Message, Reason, State
 from outbox.recording import Staged, write
 from outbox.staging import own_transaction
+
+logger = logging.getLogger("outbox")
 
 T = TypeVar("T")
 
@@ -157,7 +160,11 @@ def _deliver(using: str, value: T, ready: Ready, staged: Sequence[Staged]) -> Po
             done.add(row.event_key)
         else:
             skipped[row.event_key] = row.ids
-    delivered, ended = _ended_elsewhere(using, skipped)
+    try:
+        delivered, ended = _ended_elsewhere(using, skipped)
+    except Error as error:  # the business is committed: that its effects cannot be looked at now must not undo it
+        logger.warning("What became of the effects %s cannot be read now: %s", ", ".join(skipped), error)
+        delivered, ended = set(), {}
     done |= delivered
     errors |= ended
     over = ended.keys() | {key for key, error in errors.items() if isinstance(error, Bury)}

@@ -55,8 +55,7 @@ class Workers:
         sessions, freshness = SessionWatch(), Freshness()
         try:
             while (lease := self._slots.take()) is not None:
-                freshness.renew(lease.using)
-                outcome = _deliver(lease, sessions)
+                outcome = _deliver(lease, sessions, freshness)
                 if not self._slots.finished(lease):
                     self._report_late(lease, outcome)
                     return  # another thread has taken this one's place
@@ -76,9 +75,10 @@ class Workers:
             self._slots.end(lease)
 
 
-def _deliver(lease: Lease, sessions: SessionWatch) -> Settlement | Settled:
+def _deliver(lease: Lease, sessions: SessionWatch, freshness: Freshness) -> Settlement | Settled:
     """Run the handler, and clear up after it. Whatever goes wrong with the latter, the outcome stands."""
     try:
+        freshness.renew(lease.using)
         outcome = delivery.run(lease, watched=sessions.connections)
     except BaseException as error:  # a fault of ours, or connections that a handler has mangled
         logger.exception("Message %s: its handler could not be judged.", lease.id)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import connection, connections, transaction
+from django.db import OperationalError, connection, connections, transaction
 
 from outbox import (
     Bury,
@@ -21,6 +21,7 @@ from outbox import (
     PostCommitEffectError,
     PostCommitResult,
     Topic,
+    durable,
     handler,
     stage,
     wakeup,
@@ -278,6 +279,16 @@ def test_a_command_run_again_delivers_what_is_still_due_and_reports_what_was_del
     assert ran == ["a", "b"]
     assert result.completed_effects == ("a", "b")
     assert Message.objects.count() == 2
+
+
+def test_a_database_that_is_gone_after_the_commit_takes_no_result_back(monkeypatch, caplog):
+    def gone(using, skipped):
+        raise OperationalError("server closed the connection unexpectedly")
+
+    monkeypatch.setattr(durable, "_ended_elsewhere", gone)
+    result = DurableCommand().execute(buy, [Effect(mail(), deliver=lambda message: None)])
+    assert (result.value, result.completed_effects) == (Order.objects.get(), ("mail:1",))
+    assert "cannot be read now" in caplog.text
 
 
 def test_what_somebody_else_holds_is_skipped_and_pending():

@@ -4,7 +4,7 @@ import threading
 from datetime import timedelta
 
 import pytest
-from django.db import connection, transaction
+from django.db import OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from outbox import signals
@@ -257,6 +257,19 @@ def test_a_claim_that_waited_for_a_lock_grants_whole_leases(monkeypatch):
     (lease,) = take(1, seconds=600)
     assert in_seconds(fresh(row).due_at) == pytest.approx(600, abs=50)
     assert (lease.attempt, fresh(row).spent) == (1, 1)
+
+
+@pytest.mark.skipif(connection.vendor == "mysql", reason="only where UPDATE returns rows there are such leases")
+def test_late_leases_that_cannot_be_renewed_for_a_lock_are_held_all_the_same(monkeypatch):
+    def locked(*args):
+        raise OperationalError("database is locked")
+
+    monkeypatch.setattr(shortcut, "renew", locked)
+    monkeypatch.setattr(shortcut, "is_race", lambda connection, error: True)
+    monkeypatch.setattr(shortcut, "LATE", 1e-9)
+    row = put("mail")
+    (lease,) = take(1, seconds=600)
+    assert (lease.id, lease.token) == (row.pk, fresh(row).lease_token)
 
 
 @pytest.mark.parametrize("routes", [1, 9, 250, 600])
