@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from itertools import count
 
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 
 from outbox.database import server_now
 from outbox.handlers import registry
@@ -89,28 +89,26 @@ def fill(number, name="mail", due_in=0, **fields):
     """Thousands of messages, written in bulk; a callable field gets the message's number. ``due_in`` is in µs."""
     now = server_now("default")
     handler = registry.by_name(name)
-    messages = []
+    common = {"topic": name, "handler": name, "route": name, "payload": {}, "digest": b"", "staged_at": now}
+    usual = Message(**common)
+    columns = [field for field in Message._meta.concrete_fields if not field.primary_key]
+    prepared = {field.attname: prepare(field, getattr(usual, field.attname)) for field in columns}
+    rows = []
     for n in range(number):
-        values = {"ordering_key": None, "due_at": now + due_in + n} | fields
+        values = {"event_key": f"crowd-{next(_numbers)}", "ordering_key": None, "due_at": now + due_in + n} | fields
         values = {key: value(n) if callable(value) else value for key, value in values.items()}
         in_lane = handler and values.get("state", State.PENDING) != State.DELIVERED
-        lane = handler.lane(values["ordering_key"]) if in_lane else None
-        messages.append(
-            Message(
-                **{
-                    "event_key": f"crowd-{next(_numbers)}",
-                    "topic": name,
-                    "handler": name,
-                    "route": name,
-                    "payload": {"n": n},
-                    "digest": b"",
-                    "staged_at": now,
-                    "lane": lane,
-                }
-                | values
-            )
-        )
-    Message.objects.bulk_create(messages, batch_size=1000)
+        values["lane"] = handler.lane(values["ordering_key"]) if in_lane else None
+        own = {key: prepare(Message._meta.get_field(key), value) for key, value in values.items()}
+        rows.append(list((prepared | own).values()))
+    names = ", ".join(connection.ops.quote_name(field.column) for field in columns)
+    places = ", ".join(["%s"] * len(columns))
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.executemany(f"INSERT INTO outbox_message ({names}) VALUES ({places})", rows)
+
+
+def prepare(field, value):
+    return field.get_db_prep_save(value, connection)
 
 
 def blocked_heads(number):

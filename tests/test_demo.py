@@ -33,6 +33,7 @@ def free_port():
         return server.getsockname()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])
 def test_the_demo_plays_kills_proves_and_serves_until_it_is_stopped(spawn, tmp_path, free_port, database_kind):

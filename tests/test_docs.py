@@ -5,6 +5,7 @@ import ast
 import configparser
 import dataclasses
 import doctest
+import functools
 import inspect
 import json
 import re
@@ -275,11 +276,16 @@ def test_every_test_that_a_page_names_exists(page):
     assert not missing
 
 
+@functools.cache
+def tree(path):
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
 def exists(node_id):
     path, *parts = node_id.split("::")
     if not (ROOT / path).exists():
         return False
-    body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+    body = tree(path).body
     for part in parts:
         found = [node for node in body if getattr(node, "name", None) == part]
         if not found:

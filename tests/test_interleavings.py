@@ -33,7 +33,7 @@ from tests.stepping import Actor, Director
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("specimens")]
 __all__ = ["specimens"]
 
-SECONDS = float(os.environ.get("OUTBOX_INTERLEAVING_SECONDS", "8"))  # of the short run
+SECONDS = float(os.environ.get("OUTBOX_INTERLEAVING_SECONDS", "4"))  # of the short run
 LONG_SECONDS = 100  # at most, on each database
 NAMES = ("account", "stock")
 FIRST_ID, STEP = 1000, 10  # between two messages there is room for a late one with a lower id

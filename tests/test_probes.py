@@ -123,6 +123,7 @@ def test_an_idle_dispatcher_is_all_well():
     assert kinds(dispatcher) == {"stopping"}
 
 
+@pytest.mark.slow
 @pytest.mark.django_db(transaction=True)
 def test_handlers_that_run_for_very_long_in_all_slots_are_told():
     """Scenario 59: all slots hung."""

@@ -242,11 +242,11 @@ def test_a05_a_claim_may_be_for_one_topic_or_leave_some_out_or_be_by_key():
 
 def test_a06_the_attempt_is_the_fence_and_a_lost_lease_overwrites_nothing(start):
     stage_now(topics.MODULE, {"item": "42"}, event_key="scan")
-    frozen = start("--lease", "1", latency="media server=1")
+    frozen = start("--lease", "0.5", latency="media server=0.5")
     wait_until(world.visits)
     frozen.send_signal(signal.SIGSTOP)
     try:
-        successor = start("--lease", "1", latency="media server=3")
+        successor = start("--lease", "0.5", latency="media server=1.5")
         newer = wait_until(lambda: message("scan").attempt == 2 and message("scan"))
     finally:
         frozen.send_signal(signal.SIGCONT)
@@ -591,7 +591,7 @@ def test_b06_a_mirror_that_fails_is_logged_and_changes_nothing(monkeypatch, capl
 
 def test_b07_starting_twice_is_harmless_and_a_stop_waits(start):
     recordings(40)
-    processes = [start(latency="task engine=1") for _ in range(2)]
+    processes = [start(latency="task engine=0.5") for _ in range(2)]
     # Both are at work, five handlers each: one topic may fill half of the ten slots.
     wait_until(lambda: len({row.leased_by for row in staged_messages() if row.lease_token is not None}) == 2)
     for process in processes:

@@ -104,6 +104,7 @@ def test_a_frozen_worker_that_wakes_up_changes_nothing(dispatch, journal, gate):
     assert "skipped 3" in frozen.output()
 
 
+@pytest.mark.slow
 def test_equal_names_and_process_ids_are_told_apart(dispatch, journal, gate):
     """Scenario 22: pid 1 and one host name, as in containers; no state depends on a registry row."""
     pretend = {"PRETEND_IDENTITY": "web"}
@@ -129,6 +130,7 @@ def test_equal_names_and_process_ids_are_told_apart(dispatch, journal, gate):
     assert second.poll() is third.poll() is None
 
 
+@pytest.mark.slow
 @servers_only
 @pytest.mark.parametrize("offset", [3600, pytest.param(-3600, marks=pytest.mark.slow)])
 def test_a_wrong_clock_steals_nothing_and_delays_nothing(dispatch, journal, gate, offset):
@@ -147,6 +149,7 @@ def test_a_wrong_clock_steals_nothing_and_delays_nothing(dispatch, journal, gate
     assert all(abs((fresh(each).settled_at - rows.now()).total_seconds()) < 60 for each in (row, other))
 
 
+@pytest.mark.slow
 def test_several_processes_share_lanes_in_order(dispatch, journal):
     """Scenario 40."""
     found = [put("lane", {}, ordering_key=str(key), event_key=f"{key}:{n}") for n in range(6) for key in range(20)]
@@ -164,6 +167,7 @@ def test_several_processes_share_lanes_in_order(dispatch, journal):
             assert spans[f"{key}:{int(n) - 1}"] <= line["at"]
 
 
+@pytest.mark.slow
 def test_an_old_process_leaves_a_new_topic_alone(dispatch, journal):
     """Scenario 51."""
     new = [put("slow", {}) for _ in range(10)]
@@ -263,6 +267,7 @@ thread.join()
 """
 
 
+@pytest.mark.slow
 def test_it_runs_in_a_thread_where_unix_signals_and_fork_are_missing(process_environment, journal):
     """Scenario 60: Windows."""
     row = put("work", {})
@@ -280,6 +285,7 @@ autoreload.run_with_reloader(call_command, "outbox_dispatch", "--drain", "--poll
 """
 
 
+@pytest.mark.slow
 def test_it_runs_under_the_autoreloader(process_environment, journal):
     """Scenario 60: there the command is not in the main thread."""
     row = put("work", {})

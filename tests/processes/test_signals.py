@@ -46,6 +46,7 @@ def test_a_running_handler_finishes_and_nothing_new_starts(dispatch, journal, ga
     assert "processed 1, delivered 1" in process.output()
 
 
+@pytest.mark.slow
 def test_what_outlasts_the_grace_is_given_back_and_taken_up_at_once(dispatch, journal):
     """Scenario 28 c: the attempt is counted once, and costs nothing."""
     row = put("work", {"do": ["forever"]})
@@ -91,6 +92,7 @@ def test_a_dispatcher_without_its_database_ends(dispatch, tmp_path):
     assert process.output().count("is away") == 1
 
 
+@pytest.mark.slow
 def test_a_dispatcher_that_may_not_wait_for_its_database_ends_with_1(dispatch, tmp_path):
     urls = {
         "sqlite": f"sqlite:///{tmp_path}/missing/db.sqlite3",

@@ -79,6 +79,7 @@ def problems(port, name="readyz"):
 # --- stops ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stop_ends_all_processes_and_the_report_counts_for_all(dispatch, journal):
     """Scenario 28."""
     parent = dispatch("--processes", 2)
@@ -427,6 +428,7 @@ def test_the_status_tells_idle_hung_and_frozen_dispatchers_apart(dispatch, journ
 # --- refusals and trouble ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [("--topic", "nothing.*"), ("--once",), ("--drain",), ("--limit", 3)], ids=lambda given: given[0]
 )
@@ -454,6 +456,7 @@ def test_processes_that_may_not_wait_for_their_database_end_with_1(dispatch):
     assert wait_for_exit(parent) == 1
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_an_error(dispatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
