@@ -75,6 +75,16 @@ def test_a_message_over_its_budget_is_dead_when_it_is_claimed():
     assert len(events) == 1
 
 
+def test_a_message_whose_only_attempt_never_ended_is_dead_by_a_crash():
+    row = put("mail", spent=BUDGET - 1)
+    take()
+    lapse(row)
+    with heard(signals.buried) as events:
+        assert take() == []
+    assert (fresh(row).state, fresh(row).reason) == (State.DEAD, Reason.CRASHED)
+    assert [event.reason for event in events] == [Reason.CRASHED]
+
+
 @pytest.mark.parametrize(("name", "stays"), [("account", False), ("stock", True)])
 def test_a_message_that_a_claim_buries_follows_its_dead_head_policy(name, stays):
     row = put(name, "a", attempt=BUDGET, spent=BUDGET)

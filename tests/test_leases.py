@@ -130,6 +130,15 @@ def test_a_claim_is_limited_by_handler_and_in_all():
     assert len(claimer().claim(2, seconds=60).leases) == 2
 
 
+def test_all_that_is_due_of_one_lane_counts_as_one():
+    for _ in range(6):
+        put("account", "crowded")
+    others = [put("account", f"key-{n}") for n in range(4)]
+    leases = claimer().claim(5, seconds=60).leases
+    assert {lease.id for lease in leases} > {each.pk for each in others}
+    assert len(leases) == 5
+
+
 def test_a_claim_can_be_restricted_to_handlers_and_can_exclude_some(specimens):
     mail, sms = put("mail"), put("sms")
     assert [lease.id for lease in take(handlers=[specimens.by_name("sms")])] == [sms.pk]
@@ -272,6 +281,21 @@ def test_late_leases_that_cannot_be_renewed_for_a_lock_are_held_all_the_same(mon
     assert (lease.id, lease.token) == (row.pk, fresh(row).lease_token)
 
 
+@pytest.mark.skipif(connection.vendor == "mysql", reason="only where UPDATE returns rows there are such leases")
+def test_a_renewal_of_late_leases_that_fails_for_no_lock_is_told_and_they_are_found_again(monkeypatch):
+    def fail(*args):
+        raise OperationalError("the disk is full")
+
+    row, own = put("mail"), claimer()
+    with monkeypatch.context() as patch:
+        patch.setattr(shortcut, "renew", fail)
+        patch.setattr(shortcut, "LATE", 1e-9)
+        with pytest.raises(OperationalError, match="the disk is full"):
+            own.claim(1, seconds=600)
+    assert [lease.id for lease in own.claim(1, seconds=600).leases] == [row.pk]
+    assert fresh(row).attempt == 1
+
+
 @pytest.mark.parametrize("routes", [1, 9, 250, 600])
 def test_an_idle_look_is_one_statement_whatever_the_number_of_topics(specimens, routes):
     """Scenario 62."""
@@ -401,6 +425,12 @@ def test_a_settlement_may_name_the_moment_of_the_next_attempt():
     until = rows.ahead(1234)
     settled = settle("default", [verdict(take()[0], "snooze", until=until)])[0]
     assert fresh(row).due_at == settled.due_at == until
+
+
+def test_what_is_put_off_until_a_time_that_is_over_waits_as_long_as_it_says():
+    row = put("mail")
+    settle("default", [verdict(take()[0], "snooze", until=rows.ago(1234), wait=600.0)])
+    assert in_seconds(fresh(row).due_at) > 500
 
 
 @pytest.mark.parametrize("wait", [2.0**38, 2.0**1023, float("inf")])

@@ -199,9 +199,11 @@ def test_messages_that_are_in_flight_or_settled_are_not_discarded():
 def test_the_lane_goes_on_when_its_head_is_discarded(place):
     """Scenario 47: the way out for a lane that halted."""
     make = {"blocking": rows.dead, "waiting": rows.retrying, "due": rows.message, "lapsed": rows.lapsed}[place]
-    head = make(lane=LANE, topic="order.shipped")
+    head = make(lane=LANE, topic="order.shipped", lapses=1)
     second, third = rows.parked(LANE, topic="order.shipped"), rows.parked(LANE, topic="order.shipped")
     discard("default", [head.pk])
+    found = fresh(head)
+    assert (found.lane, found.holder, found.lease_token, found.lapses) == (None, None, None, 0)
     assert Message.objects.due().filter(pk=second.pk).exists()
     assert fresh(third).due_at is None
 
@@ -226,7 +228,7 @@ def test_a_discard_is_told_after_it_was_committed():
     def hear(event, **kwargs):
         told.append((event.message.id, event.message.payload, event.outcome, event.reason))
 
-    row = rows.message(payload={"n": 5})
+    row, _ = rows.message(payload={"n": 5}), rows.message()
     signals.discarded.connect(hear)
     try:
         with transaction.atomic():

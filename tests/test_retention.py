@@ -4,7 +4,7 @@ import threading
 from functools import partial
 
 import pytest
-from django.db import IntegrityError, connection, transaction
+from django.db import IntegrityError, OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from outbox import retention, stage
@@ -253,6 +253,17 @@ def test_pruning_gives_up_when_locks_do_not_come(monkeypatch):
     monkeypatch.setattr(retention, "impatient_transaction", refused)
     assert prune("default") == Pruned(busy=300)
     assert len(tries) == retention.REFUSALS
+
+
+def test_an_error_that_is_no_lock_ends_the_pruning(monkeypatch):
+    rows.delivered(31 * DAY)
+
+    def refused(*args, **kwargs):
+        raise OperationalError("the disk is full")
+
+    monkeypatch.setattr(retention, "impatient_transaction", refused)
+    with pytest.raises(OperationalError, match="the disk is full"):
+        prune("default")
 
 
 def test_lock_waits_are_as_usual_after_pruning(database_kind):

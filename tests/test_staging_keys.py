@@ -8,7 +8,7 @@ from django.db import IntegrityError, connection, connections, transaction
 from django.db.migrations.executor import MigrationExecutor
 from django.test.utils import CaptureQueriesContext
 
-from outbox import EventKeyConflict, Intent, handler, inserting, stage, stage_many
+from outbox import EventKeyConflict, Intent, OutboxError, handler, inserting, stage, stage_many
 from outbox.intents import TABLE, draft
 from outbox.models import Message, State
 from tests.testapp.models import Order
@@ -28,6 +28,13 @@ def stage_committed(*arguments, **keywords):
 
 
 # --- repetition ---
+
+
+def test_a_key_that_is_neither_new_nor_taken_is_an_error_and_not_believed(monkeypatch):
+    """Somebody stages and deletes it in a loop, so that each look misses it."""
+    monkeypatch.setattr(inserting, "insert_or_find", lambda using, table, rows: ({}, {}))
+    with pytest.raises(OutboxError, match="taken whenever it was inserted and free whenever it was looked up"):
+        stage_committed("order.paid", {"a": 1}, event_key="k")
 
 
 def test_a_repeated_key_in_one_transaction_is_a_no_op_and_the_transaction_goes_on():

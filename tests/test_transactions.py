@@ -115,6 +115,39 @@ def test_a_hand_over_whose_commit_was_never_answered_is_recognised():
     assert fresh(first).state == State.DELIVERED
 
 
+def test_each_lane_is_handed_over_to_its_own_successor_when_the_commit_was_never_answered():
+    rows_of = {key: [put("account", key), put("account", key)] for key in ("a", "b")}
+    leases, token = take(), draw_token()
+    with reply_lost(), pytest.raises(OperationalError):
+        settle("default", [verdict(lease) for lease in leases], token=token, hand_over=hand_over)
+    results = settle("default", [verdict(lease) for lease in leases], token=token, hand_over=hand_over, recheck=True)
+    followers = {each.settlement.lease.id: each.next.id for each in results}
+    assert followers == {first.pk: second.pk for first, second in rows_of.values()}
+
+
+def test_what_somebody_else_leased_after_a_commit_that_was_never_answered_stays_theirs():
+    put("account", "a"), put("account", "a")
+    (lease,) = take()
+    token = draw_token()
+    with reply_lost(), pytest.raises(OperationalError):
+        settle("default", [verdict(lease)], token=token)
+    (other,) = take()
+    (settled,) = settle("default", [verdict(lease)], token=token, hand_over=hand_over, recheck=True)
+    assert (settled.status, settled.next) == ("settled", None)
+    assert end(other).status == "settled"
+
+
+@pytest.mark.parametrize("name", ["retry", "release"])
+def test_the_time_of_each_is_its_own_when_the_commit_was_never_answered(name):
+    put("mail"), put("sms", due_at=rows.ago(100))
+    leases, token = take(), draw_token()
+    settlements = [verdict(lease, name, wait=100.0 * number) for number, lease in enumerate(leases, 1)]
+    with reply_lost(), pytest.raises(OperationalError):
+        settle("default", settlements, token=token)
+    results = settle("default", settlements, token=token, recheck=True)
+    assert [round(in_seconds(each.due_at), -1) for each in results] == [100, 200]
+
+
 def test_what_was_not_committed_is_settled_by_the_second_try():
     row = put("mail")
     (lease,) = take()
