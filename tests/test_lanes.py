@@ -719,6 +719,7 @@ def test_r6_a_lane_whose_target_stays_locked_does_not_fill_the_claims(second_con
         found = wait_until(lambda: own.claim(1, seconds=60).leases, seconds=10)
         assert [each.id for each in found] == [other.pk]
         assert {fresh(row).lease_token for row in knocks} == {None}
+        wait_until(lambda: own.claim(1, seconds=60).leases or set(places(*knocks)) == {"waiting"}, seconds=10)
         check_invariants()
     end(lease)
     wait_until(lambda: drained() and not Message.objects.filter(state=State.PENDING).exclude(pk=other.pk).exists())
