@@ -30,6 +30,8 @@ from outbox.inserting import FromNow
 MAX_DEPTH = 30  # of lists and dicts within one another
 MAX_DIGITS = 4300  # of a whole number: json.loads reads no more
 MAX_KEY = 255
+_SMALL = 10**18
+_SHORT = 255
 MAX_VERSION = 2**31 - 1
 
 _ENCODED_BY_DJANGO = (date, time_of_day, Decimal, UUID)  # a datetime is a date
@@ -160,7 +162,6 @@ class _Reading:
         if isinstance(value, (dict, list, tuple)):
             if depth == MAX_DEPTH:
                 raise _Unfit(f"is nested more than {MAX_DEPTH} levels deep. Flatten it, or stage a reference.")
-            self._spend(2)
             return self._dict(value, depth + 1) if isinstance(value, dict) else self._list(value, depth + 1)
         self._spend(1)
         if value is None or value is True or value is False:
@@ -176,27 +177,48 @@ class _Reading:
             "only datetime, date, time, Decimal and UUID are converted for you."
         )
 
+    # Nearly all values are short printable strings and small numbers; the two loops take those themselves.
+
     def _list(self, items: Any, depth: int) -> list[Any]:
-        result = []
+        result: list[Any] = []
+        size = 2
         for item in items:
-            try:
-                result.append(self.plain(item, depth))
-            except _Unfit as unfit:
-                unfit.path.append(f"[{len(result)}]")
-                raise
+            kind = type(item)
+            if kind is str and len(item) <= _SHORT and item.isprintable():
+                size += len(item) + 2
+            elif kind is int and -_SMALL < item < _SMALL:
+                size += 1
+            else:
+                try:
+                    item = self.plain(item, depth)
+                except _Unfit as unfit:
+                    unfit.path.append(f"[{len(result)}]")
+                    raise
+            result.append(item)
+        self._spend(size)
         return result
 
     def _dict(self, items: dict[Any, Any], depth: int) -> dict[str, Any]:
         result: dict[str, Any] = {}
-        for name, value in items.items():
+        size = 2
+        for name, item in items.items():
             try:
-                text = self._text(_name(name))
+                text = name if type(name) is str and name.isprintable() else self._text(_name(name))
                 if text in result:
                     raise _Unfit("stands for two keys of the dict, which are the same in JSON.")
-                result[text] = self.plain(value, depth)
+                kind = type(item)
+                if kind is str and len(item) <= _SHORT and item.isprintable():
+                    size += len(item) + 2
+                elif kind is int and -_SMALL < item < _SMALL:
+                    size += 1
+                else:
+                    item = self.plain(item, depth)
             except _Unfit as unfit:
                 unfit.path.append(_step(name))
                 raise
+            size += len(text) + 2
+            result[text] = item
+        self._spend(size)
         return result
 
     def _text(self, value: str) -> str:
