@@ -168,8 +168,6 @@ def _write_requeue(using: str, rows: Sequence[Message]) -> None:
             state=State.PENDING,
             due_at=ServerNow(),
             lane=lane,
-            holder=None,
-            lease_token=None,
             spent=0,
             lapses=0,
             expires_at=None,

@@ -479,7 +479,7 @@ def test_advance_waits_for_the_head_it_relies_on(actors, second_connection):
     take()
     (actor,) = actors("operator")
     with locked_elsewhere(second_connection, head):
-        actor.begin(lambda: again("default", lambda: lanes.advance("default", head.lane)))
+        actor.begin(transaction.atomic(lambda: lanes.advance("default", head.lane)))
         actor.let_go()
         assert not actor.settle_down(0.3, "idle")
     actor.finish()
