@@ -27,6 +27,9 @@ def announce(results: Sequence[Settled]) -> None:
         done, lease = each.settlement, each.settlement.lease
         if each.status == "busy":
             continue
+        signal = lease_lost if each.status == "lost" else _signal(done.state, done.outcome)
+        if not signal.has_listeners(Event):
+            continue  # of most messages nobody wants to hear: their event need not even be made
         event = Event(
             message=lease.envelope,
             handler=lease.handler.name,
@@ -40,7 +43,7 @@ def announce(results: Sequence[Settled]) -> None:
             due_at=each.due_at,
             worker=lease.worker,
         )
-        send(lease_lost if each.status == "lost" else _signal(done.state, done.outcome), event)
+        send(signal, event)
 
 
 def event_of(using: str, row: Message, closing: Closing) -> tuple[Signal, Event]:
