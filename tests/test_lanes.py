@@ -8,7 +8,7 @@ from django.db import connection, transaction
 from outbox import lanes
 from outbox.database import Stale, again
 from outbox.handlers import lane_of
-from outbox.leases import settle
+from outbox.leases import looking, settle
 from outbox.leases.settling import LONGEST_RUN
 from outbox.models import Attempt, Message, Outcome, State
 from outbox.operations import discard, make_due, requeue
@@ -723,6 +723,20 @@ def test_r6_a_lane_whose_target_stays_locked_does_not_fill_the_claims(second_con
         check_invariants()
     end(lease)
     wait_until(lambda: drained() and not Message.objects.filter(state=State.PENDING).exclude(pk=other.pk).exists())
+
+
+@rows_can_be_locked
+@pytest.mark.timeout(30)
+def test_r6_the_next_claim_passes_by_a_locked_lane_and_brings_another(second_connection, monkeypatch):
+    monkeypatch.setattr(looking, "LEAVE_ALONE", 10.0)
+    head = put("account", "a")
+    take_one(head)
+    for _ in range(3):
+        put("account", "a", due_at=rows.ago(900))
+    other, own = put("account", "z"), claimer()
+    with locked_elsewhere(second_connection, head):
+        assert own.claim(1, seconds=60).contended
+        assert [lease.id for lease in own.claim(1, seconds=60).leases] == [other.pk]
 
 
 @rows_can_be_locked
