@@ -9,15 +9,18 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import django
 from django.conf import settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+TOLERANCE = 1.5  # of the limits, in a run of few rounds
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -34,6 +37,18 @@ def arguments(description: str) -> argparse.Namespace:
     return parser(description).parse_args()
 
 
+def configure(databases: dict[str, Any], **more: Any) -> None:
+    """Set Django up; in another process, with the settings of databases that are there already."""
+    settings.configure(
+        DATABASES=databases,
+        INSTALLED_APPS=["django.contrib.contenttypes", "django.contrib.auth", "outbox"],
+        DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
+        USE_TZ=True,
+        **more,
+    )
+    django.setup()
+
+
 @contextmanager
 def scratch_databases(url: str, *aliases: str, **more: Any) -> Iterator[list[Any]]:
     """Set Django up on new databases that are dropped at the end; yields Django's connections, "default" first."""
@@ -48,14 +63,7 @@ def scratch_databases(url: str, *aliases: str, **more: Any) -> Iterator[list[Any
             sqlite = config["ENGINE"].endswith("sqlite3")
             config["TEST"] = {"NAME": str(Path(config["NAME"]).with_name(f"{name}.sqlite3")) if sqlite else name}
             databases[alias] = {**config, "CONN_MAX_AGE": 600}
-        settings.configure(
-            DATABASES=databases,
-            INSTALLED_APPS=["django.contrib.contenttypes", "django.contrib.auth", "outbox"],
-            DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
-            USE_TZ=True,
-            **more,
-        )
-        django.setup()
+        configure(databases, **more)
         from django.db import connections
 
         ours = [connections[alias] for alias in databases]
@@ -67,6 +75,20 @@ def scratch_databases(url: str, *aliases: str, **more: Any) -> Iterator[list[Any
             for connection in ours:
                 connection.close()
                 connection.creation.destroy_test_db(connection.settings_dict["NAME"], verbosity=0)
+
+
+@contextmanager
+def empty_database(connection: Any) -> Iterator[str]:
+    """One more database on the PostgreSQL server, for tables of somebody else; yields its URL."""
+    name = f"{connection.settings_dict['NAME']}_peer"
+    with connection.cursor() as cursor:
+        cursor.execute(f"CREATE DATABASE {name}")
+        try:
+            known = connection.get_connection_params()
+            login = quote(known.get("user", "")) + (f":{quote(known['password'])}" if known.get("password") else "")
+            yield f"postgresql://{login}@{known.get('host', '')}:{known.get('port', '') or 5432}/{name}"
+        finally:
+            cursor.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
 
 def empty(connection: Any) -> None:
@@ -125,10 +147,57 @@ def fill(
             cursor.fetchall()
 
 
-class Sheet:
-    """The numbers of a run and the limits they must keep."""
+def dispatcher(
+    topics: Sequence[str], *, using: str = "default", mode: str = "drain", concurrency: int = 100, batch: int = 100
+) -> Any:
+    """A dispatcher of these topics; by default it works as ``outbox_dispatch --drain``."""
+    from outbox.dispatcher import Dispatcher
+    from outbox.handlers import registry
+    from outbox.plans import Plan
 
-    def __init__(self) -> None:
+    plan = Plan(
+        using=using,
+        handlers=[each for each in registry.handlers() if each.topic in topics],
+        concurrency=concurrency,
+        lease=60,
+        poll=1,
+        grace=30,
+        batch=batch,
+        mode=mode,  # type: ignore[arg-type]
+    )
+    return Dispatcher(plan)
+
+
+def drain(topics: Sequence[str], **how: Any) -> int:
+    """Deliver all that is due; returns how many there were."""
+    work = dispatcher(topics, **how)
+    if work.run():
+        raise SystemExit(f"{work.failure}: no measurement.")
+    delivered: int = work.counts["delivered"]
+    return delivered
+
+
+def rate(run: Callable[[], int], expected: int) -> float:
+    """Messages a second of something that delivers so many."""
+    start = time.perf_counter()
+    count = run()
+    seconds = time.perf_counter() - start
+    if count != expected:
+        raise SystemExit(f"{count} messages instead of {expected}: no measurement.")
+    return expected / seconds
+
+
+def resident_mb() -> float:
+    """The memory that this process uses now."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmRSS"))
+
+
+class Sheet:
+    """The numbers of a run and the limits they must keep, ``quick`` ones roughly."""
+
+    def __init__(self, *, quick: bool = False) -> None:
+        self.tolerance = TOLERANCE if quick else 1.0
         self.numbers: dict[str, float] = {}
         self.short: list[str] = []
 
@@ -140,11 +209,15 @@ class Sheet:
         print(f"{name:<58} {value:>12,.3f} {unit}{spread}", flush=True)
         return value
 
+    def ratio(self, name: str, ours: Sequence[float], theirs: Sequence[float]) -> float:
+        """The median of the rounds' own ratios: what slows a whole round down does not count."""
+        return self.note(name, [one / other for one, other in zip(ours, theirs, strict=True)])
+
     def demand(self, name: str, *, at_least: float | None = None, at_most: float | None = None) -> None:
         value = self.numbers[name]
-        if at_least is not None and value < at_least:
+        if at_least is not None and value < at_least / self.tolerance:
             self.short.append(f"{name} is {value:.3f}, should be at least {at_least:.3f}")
-        if at_most is not None and value > at_most:
+        if at_most is not None and value > at_most * self.tolerance:
             self.short.append(f"{name} is {value:.3f}, should be at most {at_most:.3f}")
 
     def close(self, file: str | None) -> int:

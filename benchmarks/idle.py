@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from ground import Sheet, arguments, empty, fill, scratch_databases
+from ground import Sheet, arguments, dispatcher, drain, empty, fill, rate, resident_mb, scratch_databases
 
 STATEMENTS = 1.0  # per poll interval
 CPU = 0.01  # of one core
@@ -39,28 +39,10 @@ def count_statements() -> Counter[str]:
     return seen
 
 
-def plan(mode: str, poll: float = 1.0) -> Any:
-    from outbox.dispatcher import Plan
-    from outbox.handlers import registry
-
-    return Plan(
-        using="default",
-        handlers=registry.handlers(),
-        concurrency=10,
-        lease=60,
-        poll=poll,
-        grace=5,
-        batch=100,
-        mode=mode,  # type: ignore[arg-type]
-    )
-
-
-def idle(seconds: float, poll: float) -> tuple[float, float]:
+def idle(topics: list[str], seconds: float) -> tuple[float, float]:
     """(statements per poll interval, CPU share) of a dispatcher that has settled down and finds nothing."""
-    from outbox.dispatcher import Dispatcher
-
-    dispatcher = Dispatcher(plan("run", poll))
-    thread = threading.Thread(target=dispatcher.run)
+    work = dispatcher(topics, mode="run", concurrency=10)
+    thread = threading.Thread(target=work.run)
     thread.start()
     time.sleep(2.5)  # the connections are open, the first report is made
     seen = count_statements()
@@ -68,25 +50,15 @@ def idle(seconds: float, poll: float) -> tuple[float, float]:
     time.sleep(seconds)
     elapsed = time.perf_counter() - start
     share = (time.process_time() - cpu) / elapsed
-    statements = sum(seen.values()) / (elapsed / poll)
-    dispatcher.stop()
+    statements = sum(seen.values()) / (elapsed / work.plan.poll)
+    work.stop()
     thread.join()
     return statements, share
 
 
-def resident_mb() -> float:
-    with open("/proc/self/status", encoding="ascii") as status:
-        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmRSS"))
-
-
-def drain(connection: Any, rows: int, prefix: str) -> None:
-    from outbox.dispatcher import Dispatcher
-
+def deliver(connection: Any, rows: int, prefix: str) -> None:
     fill(connection, rows, prefix=prefix, topic=TOPIC)
-    dispatcher = Dispatcher(plan("drain"))
-    dispatcher.run()
-    if dispatcher.counts["delivered"] != rows:
-        raise SystemExit(f"{dispatcher.counts}: no measurement.")
+    rate(lambda: drain([TOPIC], concurrency=10), rows)
     empty(connection)
 
 
@@ -98,19 +70,19 @@ def main() -> int:
 
         sheet = Sheet()
         print(f"{connection.vendor}: idle for {seconds:.0f} s, polling every second")
-        handler(TOPIC)(lambda message: None)
-        for topics in (1, 200):
-            for number in range(topics - 1):
-                handler(f"benchmark.topic{number}")(lambda message: None)
-            statements, share = idle(seconds, poll=1.0)
+        names = [TOPIC, *(f"benchmark.topic{number}" for number in range(199))]
+        for name in names:
+            handler(name)(lambda message: None)
+        for topics in (1, len(names)):
+            statements, share = idle(names[:topics], seconds)
             sheet.note(f"statements per poll interval, {topics} topics", statements)
             sheet.demand(f"statements per poll interval, {topics} topics", at_most=STATEMENTS)
             sheet.note(f"CPU share, {topics} topics", share)
             sheet.demand(f"CPU share, {topics} topics", at_most=CPU)
-        drain(connection, first, "early")
+        deliver(connection, first, "early")
         early = sheet.note(f"memory after {first:,} messages", resident_mb(), "MB")
         for part in range(3):
-            drain(connection, rest // 3, f"late{part}:")
+            deliver(connection, rest // 3, f"late{part}:")
         late = sheet.note(f"memory after {first + rest:,} messages", resident_mb(), "MB")
         sheet.note("growth", late - early, "MB")
         sheet.demand("growth", at_most=GROWTH_MB)

@@ -1,37 +1,33 @@
 """What staging costs, compared with Django's own writes of rows of the same width on the same connection.
 
-    python benchmarks/stage.py [--database URL] [--quick]
+    python benchmarks/stage.py [--database URL] [--quick] [--json FILE]
 
 stage() is compared with Model.objects.create(), stage_many() with a bulk_create() of as many rows; the rivals take
 turns, so that the ratios hold although the machine's speed varies. "Same indexes" are rows of the message table
 itself, "no indexes" those of a table with the same columns and only a primary key. The first two comparisons, which
 have a limit (against the same indexes), time the calls alone, inside a transaction that has written a row before. The
-third times short transactions from begin to commit, with what staging does after the commit.
+third times short transactions from begin to commit, with what staging does after the commit. On PostgreSQL peers that
+stage by one call stage a small payload, too, in a database of their own, many in one transaction.
 Exits with 1, and a last line that names what fell short, when a limit is broken.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from typing import Any
 
-import django
-from django.conf import settings
+from ground import Sheet, arguments, empty, empty_database, scratch_databases
+from peers import PEERS
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-STAGE_LIMIT = 1.25  # times Model.objects.create()
-MANY_LIMIT = 3.0  # times bulk_create()
+STAGE_LIMIT = {"postgresql": 0.65, "mysql": 0.85, "sqlite": 0.85}  # of Model.objects.create()
+MANY_LIMIT = 0.5  # of bulk_create()
+MANY = 1_000
 TOPIC = "benchmark.staged"
+Times = dict[str, list[float]]
 
 
 def payload(number: int) -> dict[str, Any]:
@@ -44,44 +40,9 @@ def payload(number: int) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--database", default="", help="a database URL; SQLite in a temporary folder by default")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a measurement")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        _configure(options.database or f"sqlite:///{folder}/db.sqlite3")
-        from django.db import connection
-
-        connection.creation.create_test_db(verbosity=0, autoclobber=True, serialize=False)
-        try:
-            return _measure(quick=options.quick)
-        finally:
-            connection.creation.destroy_test_db(connection.settings_dict["NAME"], verbosity=0)
-
-
-def _configure(url: str) -> None:
-    os.environ["DATABASE_URL"] = url
-    from example_project.settings import database
-
-    config = database(url)
-    name = f"bench_outbox_{os.getpid()}"
-    sqlite = config["ENGINE"].endswith("sqlite3")
-    config["TEST"] = {"NAME": str(Path(config["NAME"]).with_name(f"{name}.sqlite3")) if sqlite else name}
-    if config["ENGINE"].endswith("mysql"):
-        config["TEST"]["CHARSET"] = "utf8mb4"
-    settings.configure(
-        DATABASES={"default": config},
-        INSTALLED_APPS=["outbox"],
-        DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
-        USE_TZ=True,
-    )
-    django.setup()
-
-
-def _bare_model() -> Any:
+def bare_model(connection: Any) -> Any:
     """A table with the columns of the message table, and without its indexes."""
-    from django.db import connection, models
+    from django.db import models
 
     from outbox.models import Message
 
@@ -101,18 +62,16 @@ def _bare_model() -> Any:
     return bare
 
 
-def _measure(*, quick: bool) -> int:
-    from django.db import connection, transaction
+class Writers:
+    """The ways to write messages, and what each takes."""
 
-    from outbox import Intent, handler, stage, stage_many
-    from outbox.fields import from_micros
-    from outbox.models import Message
+    def __init__(self, connection: Any) -> None:
+        self.bare = bare_model(connection)
+        self._numbers = count(1)
 
-    handler(TOPIC)(lambda message: None)
-    bare = _bare_model()
-    numbers = count(1)
+    def row(self, number: int) -> dict[str, Any]:
+        from outbox.fields import from_micros
 
-    def values(number: int) -> dict[str, Any]:
         now = from_micros(time.time_ns() // 1000)
         return {
             "event_key": f"order:{number}:paid",
@@ -127,91 +86,151 @@ def _measure(*, quick: bool) -> int:
             "lane": number,
         }
 
-    def intent(number: int) -> dict[str, Any]:
+    def intent(self, number: int) -> dict[str, Any]:
         return {"event_key": f"order:{number}:paid", "ordering_key": f"order:{number}"}
 
-    def one_by_one(write: Callable[[int], object], calls: int) -> float:
-        batch = [next(numbers) for _ in range(calls)]
+    def batch(self, size: int) -> list[int]:
+        return [next(self._numbers) for _ in range(size)]
+
+    def calls(self, write: Callable[[int], object], calls: int) -> float:
+        """Microseconds of a call, in a transaction that has written a row before."""
+        from django.db import transaction
+
+        batch = self.batch(calls)
         with transaction.atomic():
-            bare.objects.create(**values(0))
+            self.bare.objects.create(**self.row(0))
             start = time.perf_counter()
             for number in batch:
                 write(number)
-            return (time.perf_counter() - start) / calls
+            return (time.perf_counter() - start) / calls * 1e6
 
-    def at_once(write: Callable[[list[int]], object], rows: int) -> float:
-        batch = [next(numbers) for _ in range(rows)]
+    def at_once(self, write: Callable[[list[int]], object]) -> float:
+        """Milliseconds of `MANY` rows at once."""
+        from django.db import transaction
+
+        batch = self.batch(MANY)
         with transaction.atomic():
-            bare.objects.create(**values(0))
+            self.bare.objects.create(**self.row(0))
             start = time.perf_counter()
             write(batch)
-            return time.perf_counter() - start
+            return (time.perf_counter() - start) * 1e3
 
-    calls, rounds = (50, 10) if quick else (100, 60)
-    singles = {
-        "stage()": lambda: one_by_one(lambda n: stage(TOPIC, payload(n), **intent(n)), calls),
-        "create(), same indexes": lambda: one_by_one(lambda n: Message.objects.create(**values(n)), calls),
-        "create(), no indexes": lambda: one_by_one(lambda n: bare.objects.create(**values(n)), calls),
-    }
-    rows, many_rounds = (2_000, 3) if quick else (10_000, 7)
-    batches = {
-        "stage_many()": lambda: at_once(
-            lambda batch: stage_many([Intent(TOPIC, payload(n), **intent(n)) for n in batch]), rows
-        ),
-        "bulk_create(), same indexes": lambda: at_once(
-            lambda batch: Message.objects.bulk_create([Message(**values(n)) for n in batch]), rows
-        ),
-        "bulk_create(), no indexes": lambda: at_once(
-            lambda batch: bare.objects.bulk_create([bare(**values(n)) for n in batch]), rows
-        ),
-    }
+    def wholes(self, write: Callable[[int], object]) -> float:
+        """Microseconds of a transaction of one row and what is written besides."""
+        from django.db import transaction
 
-    def whole(write: Callable[[int], object]) -> float:
-        batch = [next(numbers) for _ in range(20)]
+        batch = self.batch(20)
         start = time.perf_counter()
         for number in batch:
             with transaction.atomic():
-                bare.objects.create(**values(0))
+                self.bare.objects.create(**self.row(0))
                 write(number)
-        return (time.perf_counter() - start) / len(batch)
-
-    wholes = {
-        "row, stage(), commit": lambda: whole(lambda n: stage(TOPIC, payload(n), **intent(n))),
-        "row, create(), commit": lambda: whole(lambda n: Message.objects.create(**values(n))),
-        "row, commit": lambda: whole(lambda n: None),
-    }
-    print(f"{connection.display_name}, payload of {len(json.dumps(payload(1)))} bytes")
-    short = [
-        *_compare(singles, rounds, STAGE_LIMIT, 1e6, "µs a call"),
-        *_compare(batches, many_rounds, MANY_LIMIT, 1e3, f"ms for {rows} rows"),
-        *_compare(wholes, rounds, float("inf"), 1e6, "µs each"),
-    ]
-    print(f"Short of the target: {'; '.join(short)}." if short else "Nothing falls short.")
-    return 1 if short else 0
+        return (time.perf_counter() - start) / len(batch) * 1e6
 
 
-def _compare(rivals: dict[str, Callable[[], float]], rounds: int, limit: float, scale: float, unit: str) -> list[str]:
-    """Let the rivals take turns; print their medians and the ratios to the first, and return broken limits."""
-    times: dict[str, list[float]] = {name: [] for name in rivals}
+def in_turn(rivals: dict[str, Callable[[], float]], rounds: int) -> Times:
+    times: Times = {name: [] for name in rivals}
     names = list(rivals)
     for turn in range(rounds + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             taken = rivals[name]()
             if turn:  # the first round warms up
                 times[name].append(taken)
-    first, judge, *_ = names
-    for name in names:
-        line = f"  {name:<28} {statistics.median(times[name]) * scale:9.1f} {unit}"
-        if name != first:
-            line += f"   {first} takes {_ratio(times[first], times[name]):.2f} times as long"
-        print(line)
-    ratio = _ratio(times[first], times[judge])
-    return [f"{first} takes {ratio:.2f} times {judge}, the limit is {limit:g}"] if ratio > limit else []
+    return times
 
 
-def _ratio(ours: list[float], theirs: list[float]) -> float:
-    """Median of the rounds' own ratios: what slows a whole round down does not count."""
-    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
+def compare(sheet: Sheet, times: Times, unit: str, limit: float | None = None) -> None:
+    """Print the medians and the ratios of the first to the others; the limit holds for the second."""
+    for name, found in times.items():
+        sheet.note(name, found, unit)
+    first, *others = times
+    for name in others:
+        sheet.ratio(f"{first} / {name}", times[first], times[name])
+    if limit is not None:
+        sheet.demand(f"{first} / {others[0]}", at_most=limit)
+
+
+def against_django(connection: Any, sheet: Sheet, *, calls: int, rounds: int, many_rounds: int) -> None:
+    from outbox import Intent, stage, stage_many
+    from outbox.models import Message
+
+    ways = Writers(connection)
+    bare, row, intent = ways.bare, ways.row, ways.intent
+
+    def intents(batch: list[int]) -> list[Any]:
+        return [Intent(TOPIC, payload(number), **intent(number)) for number in batch]
+
+    singles = {
+        "stage()": lambda: ways.calls(lambda n: stage(TOPIC, payload(n), **intent(n)), calls),
+        "create(), same indexes": lambda: ways.calls(lambda n: Message.objects.create(**row(n)), calls),
+        "create(), no indexes": lambda: ways.calls(lambda n: bare.objects.create(**row(n)), calls),
+    }
+    many = f"of {MANY:,}"
+    batches = {
+        f"stage_many() {many}": lambda: ways.at_once(lambda batch: stage_many(intents(batch))),
+        f"bulk_create() {many}, same indexes": lambda: ways.at_once(
+            lambda batch: Message.objects.bulk_create([Message(**row(n)) for n in batch])
+        ),
+        f"bulk_create() {many}, no indexes": lambda: ways.at_once(
+            lambda batch: bare.objects.bulk_create([bare(**row(n)) for n in batch])
+        ),
+    }
+    wholes = {
+        "row, stage(), commit": lambda: ways.wholes(lambda n: stage(TOPIC, payload(n), **intent(n))),
+        "row, create(), commit": lambda: ways.wholes(lambda n: Message.objects.create(**row(n))),
+        "row, commit": lambda: ways.wholes(lambda n: None),
+    }
+    compare(sheet, in_turn(singles, rounds), "µs", STAGE_LIMIT[connection.vendor])
+    compare(sheet, in_turn(batches, many_rounds), "ms", MANY_LIMIT)
+    compare(sheet, in_turn(wholes, rounds), "µs")
+
+
+def against_peers(connection: Any, sheet: Sheet, *, messages: int, rounds: int) -> None:
+    """Small payloads, many in one transaction, as the drivers of the peers stage theirs."""
+    from django.db import transaction
+
+    from outbox import stage
+
+    singly = [peer for peer in PEERS if peer.stages_singly]
+    for peer in singly:
+        peer.interpreter()
+
+    def ours() -> float:
+        empty(connection)
+        start = time.perf_counter()
+        with transaction.atomic():
+            for number in range(messages):
+                stage(TOPIC, {"order_id": number})
+        return (time.perf_counter() - start) / messages * 1e6
+
+    def theirs(peer: Any) -> float:
+        with empty_database(connection) as url:
+            found: dict[str, Any] = peer.drive(url, messages, only_stage=True)
+        seconds: float = found["stage"]
+        return seconds / messages * 1e6
+
+    rivals: dict[str, Callable[[], float]] = {"stage(), small payload": ours}
+    rivals |= {peer.name: lambda peer=peer: theirs(peer) for peer in singly}
+    times = in_turn(rivals, rounds)
+    compare(sheet, times, "µs")
+    for peer in singly:
+        sheet.demand(f"stage(), small payload / {peer.name}", at_most=1.0)
+
+
+def main() -> int:
+    given = arguments(__doc__ or "")
+    calls, rounds, many_rounds = (50, 10, 5) if given.quick else (100, 60, 30)
+    with scratch_databases(given.database) as [connection]:
+        from outbox import handler
+
+        handler(TOPIC)(lambda message: None)
+        sheet = Sheet(quick=given.quick)
+        print(f"{connection.display_name}, payload of {len(json.dumps(payload(1)))} bytes")
+        against_django(connection, sheet, calls=calls, rounds=rounds, many_rounds=many_rounds)
+        if connection.vendor == "postgresql":
+            messages, peer_rounds = (500, 1) if given.quick else (2_000, 3)
+            against_peers(connection, sheet, messages=messages, rounds=peer_rounds)
+        return sheet.close(given.json)
 
 
 if __name__ == "__main__":
