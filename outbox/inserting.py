@@ -8,6 +8,7 @@ more than the rights to INSERT and SELECT, and neither can mistake a bad value f
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,16 +19,23 @@ from outbox import database
 
 RowKey = tuple[str, int]  # event key and position: what is unique
 Row = tuple[Any, ...]  # values of a table's columns; the first two are the row key
+Kind = tuple[str, bool]  # of a database: its vendor, and whether an INSERT returns rows
 
 TRIES = 3  # of rows that were there when inserted and gone when read
 MAX_ROWS = 1000  # in one statement
 MAX_CHARS = 256 * 1024  # in one statement of several rows; escaped UTF-8 takes at most eight times as many bytes
 
 
+class Now:
+    """A column value: the server's clock."""
+
+    __slots__ = ()
+
+
 class FromNow(NamedTuple):
     """A column value: so many microseconds after the server's clock."""
 
-    micros: int = 0
+    micros: int
 
 
 class Made(NamedTuple):
@@ -50,23 +58,41 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Where rows go: a value per column, and the same SQL literal in every row for each constant."""
+    """Where rows go: a value per column, and the same SQL literal in every row for each constant.
+
+    ``columns`` maps their names to "text", "integer", "bigint", "bytea" or "instant".
+    """
 
     name: str
-    columns: tuple[str, ...]
+    columns: Mapping[str, str]
     constants: Mapping[str, str]
-    _frames: dict[tuple[str, bool], tuple[str, str]] = field(default_factory=dict, compare=False)
+    _frames: dict[Kind, tuple[str, str]] = field(default_factory=dict, compare=False)
+    _rows: dict[tuple[Kind, tuple[type, ...]], str] = field(default_factory=dict, compare=False)
 
     def frame(self, connection: Any) -> tuple[str, str]:
-        """The constant text before and after the rows."""
+        """The constant text before and after what makes the rows."""
         kind = (connection.vendor, _returns(connection))
         if kind not in self._frames:
             quote = connection.ops.quote_name
             names = ", ".join(quote(name) for name in (*self.columns, *self.constants))
             conflict = " ON CONFLICT (event_key, position) DO NOTHING" if _skips(connection) else ""
             returning = " RETURNING event_key, position, id, staged_at" if _returns(connection) else ""
-            self._frames[kind] = (f"INSERT INTO {quote(self.name)} ({names}) VALUES ", conflict + returning)
+            self._frames[kind] = (f"INSERT INTO {quote(self.name)} ({names}) ", conflict + returning)
         return self._frames[kind]
+
+    def row(self, connection: Any, row: Row) -> str:
+        """The text of a row; the types of its values decide about it."""
+        kind = ((connection.vendor, _returns(connection)), tuple(map(type, row)))
+        if kind not in self._rows:
+            now, params = database.now_sql(connection)
+            marks = {
+                Now: now,
+                FromNow: now if params else f"{now} + %s",
+                bytes: "%s" if _skips(connection) else "_binary %s",
+            }
+            values = [marks.get(type(value), "%s") for value in row]
+            self._rows[kind] = f"({', '.join([*values, *self.constants.values()])})"
+        return self._rows[kind]
 
 
 def insert_or_find(using: str, table: Table, rows: Sequence[Row]) -> tuple[dict[RowKey, Made], dict[RowKey, Found]]:
@@ -132,35 +158,44 @@ def _insert_or_find_chunk(
 
 def _insert(connection: Any, table: Table, rows: Sequence[Row]) -> dict[RowKey, Made]:
     head, tail = table.frame(connection)
-    now, now_params = database.now_sql(connection)
-    clock = now_params[0] if now_params else None
-    binary = "%s" if _skips(connection) else "_binary %s"
-    constants = "".join(f", {literal}" for literal in table.constants.values())
-    texts: list[str] = []
-    params: list[Any] = []
-    for row in rows:
-        marks = []
-        for value in row:
-            if type(value) is FromNow:
-                if clock is not None:
-                    marks.append("%s")
-                    params.append(clock + value.micros)
-                elif value.micros:
-                    marks.append(f"{now} + %s")
-                    params.append(value.micros)
-                else:
-                    marks.append(now)
-            else:
-                marks.append(binary if type(value) is bytes else "%s")
-                params.append(value)
-        texts.append(f"({', '.join(marks)}{constants})")
+    if len(rows) > 1 and database.can_read_records(connection):
+        source, params = database.records(connection, table.columns, table.constants), [_document(rows)]
+    else:
+        source, params = "VALUES " + ", ".join([table.row(connection, row) for row in rows]), _params(connection, rows)
+    sql = head + source + tail
+    if _returns(connection):
+        made = database.fetch(connection, sql, params)
+        return {(key, position): Made(id_, staged_at) for key, position, id_, staged_at in made}
     with connection.cursor() as cursor:
-        cursor.execute(head + ", ".join(texts) + tail, params)
-        if _returns(connection):
-            return {(key, position): Made(id_, staged_at) for key, position, id_, staged_at in cursor.fetchall()}
+        cursor.execute(sql, params)
     keys = {row[:2] for row in rows}
     there = _find(connection, table, {event_key for event_key, _ in keys}, lock=False)
     return {key: Made(found.id, found.staged_at) for key, found in there.items() if key in keys}
+
+
+def _params(connection: Any, rows: Sequence[Row]) -> list[Any]:
+    """What stands for the marks in the text of the rows, in turn."""
+    _, clock = database.now_sql(connection)
+    values = [value for row in rows for value in row]
+    if not clock:
+        return [value.micros if type(value) is FromNow else value for value in values if type(value) is not Now]
+    [now] = clock
+    return [now + value.micros if type(value) is FromNow else now if type(value) is Now else value for value in values]
+
+
+def _document(rows: Sequence[Row]) -> str:
+    """Rows for `database.records`: one JSON document is read faster than a parameter for each value."""
+    return json.dumps([dict(_fields(row)) for row in rows], ensure_ascii=False, separators=(",", ":"))
+
+
+def _fields(row: Row) -> Iterator[tuple[str, Any]]:
+    for number, value in enumerate(row):
+        if type(value) is Now:
+            yield f"later{number}", 0
+        elif type(value) is FromNow:
+            yield f"later{number}", value.micros
+        elif value is not None:
+            yield f"value{number}", value.hex() if type(value) is bytes else value
 
 
 def _find(connection: Any, table: Table, keys: Iterable[str], *, lock: bool | None = None) -> dict[RowKey, Found]:

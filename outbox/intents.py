@@ -12,33 +12,33 @@ from outbox import payloads
 from outbox.exceptions import InvalidIntent
 from outbox.fields import JsonText
 from outbox.handlers import Handler, Topic, lane_of, registry, route
-from outbox.inserting import FromNow, Row, Table
+from outbox.inserting import FromNow, Now, Row, Table
 from outbox.models import Message
 
 Instant = datetime | timedelta
 T = TypeVar("T")
 
-NOW = FromNow()
+NOW = Now()
 
 TABLE = Table(
     name=Message._meta.db_table,
-    columns=(
-        "event_key",
-        "position",
-        "topic",
-        "handler",
-        "route",
-        "payload",
-        "payload_version",
-        "headers",
-        "digest",
-        "ordering_key",
-        "lane",
-        "staged_at",
-        "deliver_at",
-        "due_at",
-        "expires_at",
-    ),
+    columns={
+        "event_key": "text",
+        "position": "integer",
+        "topic": "text",
+        "handler": "text",
+        "route": "text",
+        "payload": "text",
+        "payload_version": "integer",
+        "headers": "text",
+        "digest": "bytea",
+        "ordering_key": "text",
+        "lane": "bigint",
+        "staged_at": "instant",
+        "deliver_at": "instant",
+        "due_at": "instant",
+        "expires_at": "instant",
+    },
     constants={
         "state": "'pending'",
         "leased_by": "''",

@@ -1,6 +1,7 @@
 """Everything that differs between databases; no other package or module asks which one it talks to."""
 
 from outbox.database.clock import ServerNow, now_sql, server_now, with_clock
+from outbox.database.direct import fetch
 from outbox.database.faults import (
     LOSSES,
     RACES,
@@ -23,6 +24,7 @@ from outbox.database.features import (
     tables_without_transactions,
     unsupported,
 )
+from outbox.database.records import can_read_records, records
 from outbox.database.shortcuts import deliver_unlocked, increment_unlocked, lease_free
 from outbox.database.statements import (
     ROUTES_PER_STATEMENT,
@@ -57,12 +59,14 @@ __all__ = [
     "again",
     "can_listen",
     "can_notify",
+    "can_read_records",
     "close_quietly",
     "code_of",
     "deliver_unlocked",
     "due_candidates",
     "due_routes",
     "fails_reading_before_writing",
+    "fetch",
     "give_back",
     "has_data_version",
     "has_open_transaction",
@@ -78,6 +82,7 @@ __all__ = [
     "locked",
     "now_sql",
     "reads_committed_now",
+    "records",
     "server_now",
     "short_transaction",
     "tables_without_transactions",
