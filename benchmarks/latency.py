@@ -1,11 +1,12 @@
-"""How long a committed message waits for its handler at a steady rate, compared with a bare LISTEN loop.
+"""How long a committed message waits for its handler at a steady rate, compared with a bare LISTEN loop and with oban.
 
     python benchmarks/latency.py [--database URL] [--quick] [--json FILE]
 
 This process commits 50 messages a second, at random moments; another one delivers them: a dispatcher, or (on
 PostgreSQL) the least that can do it, psycopg alone, which is notified inside the producer's transaction, claims one
-batch by one UPDATE, and completes it by another. They take turns. Measured is the time from the end of COMMIT to the
-first line of the handler. Exits with 1, and a last line that names what fell short, when a limit is broken.
+batch by one UPDATE, and completes it by another. On PostgreSQL two processes of oban do the same. They take turns.
+Measured is the time from the end of COMMIT to the first line of the handler. Exits with 1, and a last line that names
+what fell short, when a limit is broken.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import django
-from django.conf import settings
-from ground import Sheet, arguments, empty, scratch_databases
+from ground import Sheet, arguments, configure, dispatcher, empty, empty_database, scratch_databases
+from peers import by_name
 
 RATE = 50  # messages a second
 TOPIC = "benchmark.latency"
 CHANNEL = "benchmark_latency"
 MEDIAN_LIMIT = {"postgresql": 25.0, "sqlite": 60.0, "mysql": 1_200.0}  # milliseconds; MariaDB and MySQL are polled
 P99_LIMIT = {"postgresql": 100.0, "sqlite": 150.0, "mysql": 1_500.0}
+BARE_RATIO = 2.0  # of our median to that of the bare loop
+PEER = "oban"
+PEER_RATIO = 1.2  # of our median to that of the peer
 
 
 # --- the process that delivers ----------------------------------------------------------------------------------------
@@ -37,13 +40,7 @@ P99_LIMIT = {"postgresql": 100.0, "sqlite": 150.0, "mysql": 1_500.0}
 def deliver(way: str, database: dict[str, Any], pipe: Connection) -> None:
     """Deliver until told to stop; send back when each message's handler began, by its number."""
     logging.disable(logging.WARNING)
-    settings.configure(
-        DATABASES={"default": database},
-        INSTALLED_APPS=["django.contrib.contenttypes", "django.contrib.auth", "outbox"],
-        DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
-        USE_TZ=True,
-    )
-    django.setup()
+    configure({"default": database})
     began: dict[int, int] = {}
     {"outbox": by_dispatcher, "bare": by_listen_loop}[way](began, pipe)
     pipe.send(began)
@@ -53,20 +50,17 @@ def by_dispatcher(began: dict[int, int], pipe: Connection) -> None:
     import threading
 
     from outbox import handler
-    from outbox.dispatcher import Dispatcher, Plan
-    from outbox.handlers import registry
 
     @handler(TOPIC)
     def note(message: Any) -> None:
         began[message.payload] = time.monotonic_ns()
 
-    plan = Plan(using="default", handlers=registry.handlers(), concurrency=10, lease=60, poll=1, grace=30, batch=100)
-    dispatcher = Dispatcher(plan)
-    thread = threading.Thread(target=dispatcher.run)
+    work = dispatcher([TOPIC], mode="run", concurrency=10)
+    thread = threading.Thread(target=work.run)
     thread.start()
     pipe.send("ready")
     pipe.recv()
-    dispatcher.stop()
+    work.stop()
     thread.join()
 
 
@@ -151,24 +145,36 @@ def measure(way: str, connection: Any, seconds: float) -> list[float]:
     return [(began[number] - at) / 1e6 for number, at in committed.items() if number >= warm_up]
 
 
+def medians(rounds: list[list[float]]) -> list[float]:
+    return [statistics.median(times) for times in rounds]
+
+
 def main() -> int:
     options = arguments(__doc__ or "")
     rounds, seconds = (1, 5.0) if options.quick else (3, 20.0)
-    sheet = Sheet()
+    sheet = Sheet(quick=options.quick)
     with scratch_databases(options.database) as [connection]:
         from outbox import handler
 
         handler(TOPIC)(lambda message: None)
-        ways = ["bare", "outbox"] if connection.vendor == "postgresql" else ["outbox"]
+        ways = ["bare", PEER, "outbox"] if connection.vendor == "postgresql" else ["outbox"]
         found: dict[str, list[list[float]]] = {way: [] for way in ways}
         for _ in range(rounds):
             for way in ways:
-                found[way].append(sorted(measure(way, connection, seconds)))
+                if way == PEER:
+                    with empty_database(connection) as url:
+                        found[way].append(by_name(PEER).latency(url, int((2 + seconds) * RATE)))
+                else:
+                    found[way].append(sorted(measure(way, connection, seconds)))
         print(f"{connection.display_name}: {RATE} messages a second, {rounds} rounds of {seconds:g} s")
         for way in ways:
-            sheet.note(f"{way}, median", [statistics.median(times) for times in found[way]], "ms")
+            sheet.note(f"{way}, median", medians(found[way]), "ms")
             for part in (90, 99):
                 sheet.note(f"{way}, p{part}", [times[len(times) * part // 100] for times in found[way]], "ms")
+        for way, limit in (("bare", BARE_RATIO), (PEER, PEER_RATIO)):
+            if way in found:
+                sheet.ratio(f"outbox, median / {way}", medians(found["outbox"]), medians(found[way]))
+                sheet.demand(f"outbox, median / {way}", at_most=limit)
         sheet.demand("outbox, median", at_most=MEDIAN_LIMIT[connection.vendor])
         sheet.demand("outbox, p99", at_most=P99_LIMIT[connection.vendor])
     return sheet.close(options.json)

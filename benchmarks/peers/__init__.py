@@ -51,14 +51,26 @@ class Peer:
 
     def drive(self, url: str, messages: int, *, only_stage: bool = False) -> dict[str, Any]:
         """Seconds of staging and of draining so many messages in the empty database at ``url``."""
-        driver = Path(__file__).with_name(f"on_{self.driver}.py")
-        command = [self.interpreter(), driver, "--database", url, "--messages", str(messages)]
-        command += ["--only-stage"] if only_stage else []
+        return self._run(f"on_{self.driver}.py", url, messages, *(["--only-stage"] if only_stage else []))
+
+    def latency(self, url: str, messages: int) -> list[float]:
+        """Milliseconds from commit to handler at a steady rate, of so many messages; sorted."""
+        found = self._run(f"latency_of_{self.driver}.py", url, messages)
+        return sorted(found["waits"])
+
+    def _run(self, driver: str, url: str, messages: int, *more: str) -> dict[str, Any]:
+        script = Path(__file__).with_name(driver)
+        command = [self.interpreter(), script, "--database", url, "--messages", str(messages), *more]
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LONGEST)
         if done.returncode:
             raise SystemExit(f"{self.name} cannot be driven:\n{done.stdout}{done.stderr}")
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found
+
+
+def by_name(name: str) -> Peer:
+    [found] = [peer for peer in PEERS if peer.name == name]
+    return found
 
 
 PSYCOPG = "psycopg[binary]==3.3.9"
