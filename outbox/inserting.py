@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from django.db import IntegrityError, connections, transaction
+from django.db import IntegrityError, connections
 
 from outbox import database
 
@@ -104,9 +104,12 @@ def insert_or_find(using: str, table: Table, rows: Sequence[Row]) -> tuple[dict[
     connection = connections[using]
     new: dict[RowKey, Made] = {}
     taken: dict[RowKey, Found] = {}
-    with transaction.mark_for_rollback_on_error(using=using):
+    try:
         for chunk in _chunks(connection, rows):
             _insert_or_find_chunk(connection, table, chunk, new, taken)
+    except Exception as error:  # what transaction.mark_for_rollback_on_error() does, without its price
+        connection.needs_rollback, connection.rollback_exc = connection.in_atomic_block, error
+        raise
     return new, taken
 
 
