@@ -473,6 +473,7 @@ def test_a_handler_longer_than_its_lease_runs_once_beside_a_second_dispatcher():
     assert {fresh(each).attempt for each in found} == {1}
 
 
+@pytest.mark.slow
 def test_renewal_is_not_starved_by_a_busy_interpreter():
     """Scenario 16, a and b."""
 
@@ -1000,6 +1001,7 @@ def test_a_busy_process_becomes_empty_for_a_message_that_must_run_alone(monkeypa
         wait_until(lambda: settled(suspect, marker))
 
 
+@pytest.mark.slow
 def test_messages_that_must_run_alone_do_not_bring_everything_to_a_stop(log):
     """However many they are, the others have as much time."""
 
@@ -1196,6 +1198,7 @@ def test_pruning_and_staging_go_on_beside_the_dispatchers(log):
     assert len(log) == 60
 
 
+@pytest.mark.slow
 def test_a_slow_database_costs_no_lease(log, monkeypatch):
     """Scenario 16 d: latency in every statement."""
     real = CursorWrapper.execute
@@ -1217,6 +1220,7 @@ def test_a_slow_database_costs_no_lease(log, monkeypatch):
     assert {fresh(each).attempt for each in found} == {1}
 
 
+@pytest.mark.slow
 def test_many_handlers_at_once_keep_their_leases():
     """Scenario 16 c."""
     gate = Gate()

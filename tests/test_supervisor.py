@@ -129,6 +129,7 @@ def pauses(records):
     return [record.args[-1] for record in records if "It is replaced" in record.msg]
 
 
+@pytest.mark.slow
 def test_the_pause_grows_with_each_failure(caplog, monkeypatch):
     monkeypatch.setattr(posts, "FIRST_PAUSE", 0.02)
     monkeypatch.setattr(posts.random, "uniform", lambda low, high: high)
@@ -302,6 +303,7 @@ def test_garbage_in_the_pipe_harms_nobody():
     assert parent.failures == []
 
 
+@pytest.mark.slow
 def test_a_parent_that_slept_does_not_blame_its_children(monkeypatch):
     """Ctrl-Z stops the whole group: nobody could report."""
     monkeypatch.setattr(supervisor, "ASLEEP", 0.5)
@@ -362,6 +364,7 @@ def test_what_handlers_start_does_not_take_itself_for_a_child(monkeypatch):
     theirs.close()
 
 
+@pytest.mark.slow
 def test_a_report_that_fails_is_told_and_the_next_one_is_made(caplog):
     ours, theirs = Pipe()
     lifeline = Lifeline(theirs)

@@ -73,6 +73,7 @@ def freeze(process):
     wait_until(lambda: all(") T " in (each / "stat").read_text() for each in tasks.iterdir()))
 
 
+@pytest.mark.slow
 def test_a_frozen_worker_that_wakes_up_changes_nothing(dispatch, journal, gate):
     """Scenarios 15 and P4: SIGSTOP beyond the lease; one terminal state, that of the other."""
     steps = [["wait", gate.path], "check"]

@@ -127,19 +127,20 @@ def live(process_environment, journal, **environment):
     assert process.stdout.endswith("lived\n")
 
 
-@pytest.mark.parametrize("zone", [NEW_YORK, KATHMANDU])
+@pytest.mark.parametrize("zone", [NEW_YORK, pytest.param(KATHMANDU, marks=pytest.mark.slow)])
 def test_without_time_zones_everything_happens_at_its_time(process_environment, journal, zone):
     """Scenario 20."""
     live(process_environment, journal, USE_TZ="False", TIME_ZONE=zone)
 
 
+@pytest.mark.slow
 def test_with_time_zones_it_does_so_too(process_environment, journal):
     """Scenario 20: the same behaviour."""
     live(process_environment, journal, USE_TZ="True", TIME_ZONE=KATHMANDU)
 
 
 @pytest.mark.skipif(connection.vendor != "sqlite", reason="the clock of a server cannot be set from here")
-@pytest.mark.parametrize("night", [AUTUMN, SPRING], ids=["autumn", "spring"])
+@pytest.mark.parametrize("night", [AUTUMN, pytest.param(SPRING, marks=pytest.mark.slow)], ids=["autumn", "spring"])
 def test_in_the_nights_when_clocks_change_leases_and_backoffs_keep_their_length(process_environment, journal, night):
     """Scenario 21."""
     live(
