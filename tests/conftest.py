@@ -18,6 +18,8 @@ from django.contrib.contenttypes.models import ContentType
 from django.db import connections, transaction
 from django.test import TransactionTestCase
 
+from outbox.database import can_listen, direct
+
 ROOT = Path(__file__).resolve().parent.parent
 PLUGIN = "outbox"
 # "postgresql", "mysql" or "sqlite": a run meant for that database cannot pass on another.
@@ -77,6 +79,17 @@ def _quick_cleaning():
 def database_kind():
     """Return "sqlite", "postgresql" or "mysql" (which MariaDB is, too)."""
     return connections["default"].vendor
+
+
+PATHS = ["the driver's cursor", "Django's cursor"] if can_listen(connections["default"]) else ["Django's cursor"]
+
+
+@pytest.fixture(params=PATHS)
+def statement_path(request, monkeypatch):
+    """Run the test once for each cursor that staging may take on this database."""
+    if request.param == "Django's cursor":
+        monkeypatch.setattr(direct, "is_unobserved", lambda connection: False)
+    return request.param
 
 
 @pytest.fixture

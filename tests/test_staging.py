@@ -20,7 +20,7 @@ from outbox.intents import TABLE
 from outbox.models import Message
 from tests.testapp.models import Order
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("statement_path")]
 
 
 @pytest.fixture(autouse=True)

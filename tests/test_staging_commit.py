@@ -7,13 +7,15 @@ import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connection, connections, transaction
 from django.http import HttpResponse
-from django.test import TransactionTestCase, override_settings
+from django.test import override_settings
 from django.urls import path
 
 from outbox import Intent, NotInTransaction, astage, delivery, handler, recording, signals, stage, stage_many, wakeup
 from outbox.exceptions import EventKeyConflict, InvalidIntent
 from outbox.models import Message
 from tests.testapp.models import Order
+
+pytestmark = pytest.mark.usefixtures("statement_path")
 
 
 @pytest.fixture(autouse=True)
@@ -499,16 +501,6 @@ def test_cancelling_the_await_does_not_undo_the_commit(monkeypatch):
 
     run(main())
     assert Message.objects.get().event_key == "k"
-
-
-class InTestCases(TransactionTestCase):
-    """The block of a test case is no caller's; astage() may still open its own inside it."""
-
-    databases = frozenset(["default"])
-
-    async def test_astage_works_in_an_async_test(self):
-        staged = await astage("order.paid", {}, event_key="k")
-        assert staged.created
 
 
 @pytest.mark.django_db

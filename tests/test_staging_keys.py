@@ -13,7 +13,7 @@ from outbox.intents import TABLE, draft
 from outbox.models import Message, State
 from tests.testapp.models import Order
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("statement_path")]
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from outbox.models import Message
 from tests.testapp.models import Order
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("statement_path")]
 
 DEADLOCK = {"postgresql": "40P01", "mysql": 1213}
 
