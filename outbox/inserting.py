@@ -101,7 +101,7 @@ def insert_or_find(using: str, table: Table, rows: Sequence[Row]) -> tuple[dict[
     Errors of the database reach the caller unchanged; as after any failed write of Django's, its transaction is then to
     be rolled back. A key that is in neither result was taken and freed several times meanwhile.
     """
-    connection = connections[using]
+    connection: Any = connections[using]
     new: dict[RowKey, Made] = {}
     taken: dict[RowKey, Found] = {}
     try:
