@@ -5,6 +5,7 @@ import threading
 import time
 from contextlib import ExitStack
 
+import pytest
 from django.db import connections
 
 PROMPT = 0.02  # seconds after which an actor that has not come back may be waiting for a lock
@@ -153,3 +154,17 @@ class Director:
                 running.settle_down(PROMPT)
                 assert time.monotonic() < deadline, f"all wait: {[(a.name, a.state, a.next) for a in self.actors]}"
         raise AssertionError(f"no end after {most} steps: {[(a.name, a.next) for a in self.actors]}")
+
+
+@pytest.fixture
+def actors():
+    """Start named actors: threads that stop before each statement."""
+    started = []
+
+    def start(*names):
+        started.extend(Actor(name) for name in names)
+        return started[-len(names) :]
+
+    yield start
+    for actor in started:
+        actor.close()

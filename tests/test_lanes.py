@@ -33,11 +33,11 @@ from tests.specimens import (
     take_one,
     verdict,
 )
-from tests.stepping import Actor
+from tests.stepping import actors
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("specimens")]
-__all__ = ["specimens"]
+__all__ = ["actors", "specimens"]
 
 
 def places(*messages):
@@ -49,20 +49,6 @@ def places(*messages):
 def lane_of_(name="account", count=3, key="a"):
     """Messages of one lane, oldest first."""
     return [put(name, key) for _ in range(count)]
-
-
-@pytest.fixture
-def actors():
-    """Start named actors: threads that stop before each statement."""
-    started = []
-
-    def start(*names):
-        started.extend(Actor(name) for name in names)
-        return started[-len(names) :]
-
-    yield start
-    for actor in started:
-        actor.close()
 
 
 def drained(most=200):

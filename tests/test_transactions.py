@@ -24,6 +24,7 @@ from tests.specimens import (
     hand_over,
     in_seconds,
     lapse,
+    locked_elsewhere,
     put,
     reply_lost,
     rows_can_be_locked,
@@ -32,10 +33,10 @@ from tests.specimens import (
     take_one,
     verdict,
 )
-from tests.stepping import Actor
+from tests.stepping import Actor, actors
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("specimens")]
-__all__ = ["specimens"]
+__all__ = ["actors", "specimens"]
 
 
 # --- lost replies and races -------------------------------------------------------------------------------------------
@@ -135,6 +136,23 @@ def test_what_somebody_else_leased_after_a_commit_that_was_never_answered_stays_
     (settled,) = settle("default", [verdict(lease)], token=token, hand_over=hand_over, recheck=True)
     assert (settled.status, settled.next) == ("settled", None)
     assert end(other).status == "settled"
+
+
+@rows_can_be_locked
+@pytest.mark.timeout(30)
+def test_a_hand_over_is_recognised_as_soon_as_its_row_is_not_locked_any_more(actors, second_connection):
+    _, second = put("account", "a"), put("account", "a")
+    (lease,) = take()
+    token = draw_token()
+    with reply_lost(), pytest.raises(OperationalError):
+        settle("default", [verdict(lease)], token=token, hand_over=hand_over)
+    (settler,) = actors("settler")
+    with locked_elsewhere(second_connection, second):
+        settler.begin(lambda: settle("default", [verdict(lease)], token=token, hand_over=hand_over, recheck=True))
+        settler.let_go()
+        assert not settler.settle_down(0.3, "idle")
+    (settled,) = settler.finish()
+    assert settled.next.id == second.pk
 
 
 @pytest.mark.parametrize("name", ["retry", "release"])

@@ -210,4 +210,32 @@ EQUIVALENT = [
         change="dropped",
         why="It passes over rows that are gone, but not yet vacuumed away.",
     ),
+    Equivalent(
+        path="outbox/leases/settling.py",
+        function="settle",
+        guard="patient",
+        change="dropped",
+        why="The statement would settle the same inside an open transaction; what is locked is left to the look.",
+    ),
+    Equivalent(
+        path="outbox/leases/settling.py",
+        function="settle",
+        guard="recheck",
+        change="dropped",
+        why="What a lost commit has settled carries no token, so the statement finds nothing.",
+    ),
+    Equivalent(
+        path="outbox/leases/settling.py",
+        function="_recognised",
+        guard="locked(ours, skip=False)",
+        change="not locked",
+        why="What comes of it is a lease, and its token fences it like any other.",
+    ),
+    Equivalent(
+        path="outbox/leases/settling.py",
+        function="_may_follow",
+        guard="head.lease_token is not None",
+        change="dropped",
+        why="A lane has one holder, and that is whom we settle: its next row carries no token.",
+    ),
 ]
