@@ -6,6 +6,7 @@ An *ear* owns one autocommit connection. It may fail at any time by raising; `wa
     heard(now)    whether somebody committed since the last call; raises when the ear is of no use any more
     due           when, on the monotonic clock, heard() must be called again at the latest
     proven        whether it is known to hear
+    silence       seconds after the last heard() in which somebody may commit without being heard
     fileno()      what becomes readable when there is something to hear, or None
 """
 
@@ -18,6 +19,8 @@ from django.db import Error, connections
 
 from outbox import database
 
+SILENT = "silent "  # begins a notification that tells for how many milliseconds its sender will send no other
+LONGEST_SILENCE = 1.0  # seconds that are believed
 PROBE_EVERY = 60.0  # seconds without any notification until the listener is probed again
 PROBE_PATIENCE = 5.0  # seconds that a probe may take to arrive
 PROBE_RETRY = 1.0  # seconds until the next try to send one
@@ -58,6 +61,7 @@ class Ear(Protocol):
     mode: str
     due: float
     proven: bool
+    silence: float
 
     def open(self) -> None: ...
     def fileno(self) -> int | None: ...
@@ -77,6 +81,7 @@ class Listener:
     def __init__(self, *, using: str, listen_on: str, channel: str) -> None:
         self.due = 0.0
         self.proven = False
+        self.silence = 0.0
         self._using = using
         self._alias = listen_on
         self._channel = channel
@@ -96,9 +101,12 @@ class Listener:
         pgconn = self._connection.connection.pgconn
         pgconn.consume_input()
         told = False
+        self.silence = 0.0
         while (notification := pgconn.notifies()) is not None:
             payload = notification.extra.decode()
-            told = told or not payload
+            told = told or not payload or payload.startswith(SILENT)
+            if payload.startswith(SILENT) and (millis := payload.removeprefix(SILENT)).isdecimal():
+                self.silence = max(self.silence, min(int(millis) / 1000, LONGEST_SILENCE))
             if self.proven or payload == self._probe:
                 self.proven, self._probe, self.due = True, "", now + PROBE_EVERY
         if now >= self.due:
@@ -137,6 +145,7 @@ class ChangeCounter:
     def __init__(self, *, using: str) -> None:
         self.due = 0.0
         self.proven = False
+        self.silence = 0.0
         self._alias = using
         self._seen = -1
         self._connection: Any = None

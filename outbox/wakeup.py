@@ -12,18 +12,22 @@ import random
 import selectors
 import socket
 import threading
+from math import ceil
 from time import monotonic
 
 from django.db import connections
 
 from outbox import database
 from outbox.conf import options
-from outbox.listening import ChangeCounter, Deaf, Ear, Listener, may_notify, notify
+from outbox.listening import SILENT, ChangeCounter, Deaf, Ear, Listener, may_notify, notify
 from outbox.models import Message
 
 logger = logging.getLogger("outbox")
 
-WINDOW = 0.020  # seconds in which one process sends one notification, the first one
+SHARE = 0.04  # of its time that a process may spend on notifying
+SAVED = 0.005  # seconds of it that can be saved up, so that the first of a few commits are all told at once
+CHEAPEST = 0.0002  # seconds that a notification is taken to cost at least: the receivers pay, too
+SILENCE = 0.25  # seconds without a notification, at most, however long one takes
 QUIET = 1.0  # seconds without another try after one failed
 COMPLAIN_EVERY = 60.0  # seconds between two warnings about the same thing
 REOPEN_AFTER = 0.5  # seconds, doubled with each failure
@@ -34,28 +38,61 @@ DEAF_CAP = 600.0
 
 _lock = threading.Lock()
 _waiters: dict[str, tuple[Waiter, ...]] = {}
-_silent_until: dict[str, float] = {}
+_allowances: dict[str, Allowance] = {}
 _complained_at: dict[str, float] = {}
+
+
+class Allowance:
+    """How much time one process may still spend on notifying about a database.
+
+    What a notification costs is learned from those before: next to nothing on a server with time to spare, much where
+    many clients commit as fast as they can. So none of them loses more than `SHARE` of its rate.
+    """
+
+    def __init__(self) -> None:
+        self.price = 0.0005  # seconds
+        self._left = SAVED
+        self._at = monotonic()
+
+    def take(self) -> float | None:
+        """Seconds of silence after the notification that may be sent now, or None: none may be sent."""
+        with _lock:
+            now = monotonic()
+            self._left = min(SAVED, self._left + (now - self._at) * SHARE)
+            self._at = now
+            if self._left <= 0:
+                return None
+            self._left = max(self._left - self.price, -SILENCE * SHARE)
+            return max(0.0, -self._left / SHARE)
+
+    def learn(self, took: float) -> None:
+        self.price = max(CHEAPEST, self.price + (took - self.price) / 5)
+
+    def suspend(self, seconds: float) -> None:
+        self._left = -seconds * SHARE
 
 
 def hint(using: str) -> None:
     """Wake the dispatchers of a database, after messages became due there. Call it after the commit; never raises.
 
-    Only the first call in `WINDOW` is told to other processes: they look a second time one window later.
+    Other processes are told as often as the `Allowance` permits, and how long they will not be told: they look a
+    second time when that is over.
     """
     for waiter in _waiters.get(using, ()):
         waiter.wake()
-    now = monotonic()
-    if now < _silent_until.get(using, 0.0):
-        return
+    allowance = _allowances.get(using) or _allowances.setdefault(using, Allowance())
     try:
         connection = connections[using]
         if not may_notify(connection) or not options().WAKEUP:
             return
-        _silent_until[using] = now + WINDOW
-        notify(connection, channel())
+        silence = allowance.take()
+        if silence is None:
+            return
+        start = monotonic()
+        notify(connection, channel(), f"{SILENT}{ceil(silence * 1000)}" if silence else "")
+        allowance.learn(monotonic() - start)
     except Exception as error:
-        _silent_until[using] = now + QUIET
+        allowance.suspend(QUIET)
         _complain(f"notify {using}", "Dispatchers of database %r could not be notified; they poll: %s", using, error)
         _drop_if_lost(using, error)
 
@@ -145,8 +182,9 @@ class Waiter:
             return False
         if self._ear.proven:
             self._failures = 0
-        if heard and self._ear.mode == "notify":
-            self._look_again_at = now + WINDOW
+        if self._ear.silence:
+            waits = self._look_again_at < float("inf")
+            self._look_again_at = max(self._look_again_at if waits else 0.0, now + self._ear.silence)
         return heard
 
     def _next_duty(self) -> float:

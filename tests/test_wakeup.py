@@ -24,7 +24,7 @@ sqlite = pytest.mark.skipif(connection.vendor != "sqlite", reason="data_version 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    for name in ("_silent_until", "_complained_at", "_waiters"):
+    for name in ("_allowances", "_complained_at", "_waiters"):
         monkeypatch.setattr(wakeup, name, {})
 
 
@@ -57,12 +57,25 @@ def listener(second_connection):
         raw.pgconn.consume_input()
         backlog = raw._notifies_backlog
         while backlog:
-            found += not backlog.popleft().payload
-        while raw.pgconn.notifies():
-            found += 1
+            found += is_told(backlog.popleft().payload)
+        while (notification := raw.pgconn.notifies()) is not None:
+            found += is_told(notification.extra.decode())
         return found
 
     return count
+
+
+def is_told(payload):
+    """Whether it tells of commits, and is no probe."""
+    return not payload or payload.startswith(listening.SILENT)
+
+
+@pytest.fixture
+def miserly(monkeypatch):
+    """Let every process send one notification, and then none for long."""
+    monkeypatch.setattr(wakeup, "SAVED", 1e-9)
+    monkeypatch.setattr(wakeup, "SHARE", 1e-6)
+    monkeypatch.setattr(wakeup, "SILENCE", LONG)
 
 
 @pytest.fixture
@@ -97,9 +110,9 @@ def seconds(work):
     return work(), monotonic() - start
 
 
-def notify_from(session):
+def notify_from(session, payload=""):
     session.ensure_connection()
-    listening.notify(session, wakeup.channel())
+    listening.notify(session, wakeup.channel(), payload)
 
 
 def listening_pid():
@@ -209,6 +222,62 @@ def test_a_channel_name_fits_however_long_the_table_name(monkeypatch):
     assert len(wakeup.channel().encode()) <= 63
 
 
+# --- the allowance ----------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(wakeup, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def test_the_first_of_a_few_commits_are_all_told(clock):
+    allowance = wakeup.Allowance()
+    assert [allowance.take() for _ in range(5)] == [0.0] * 5
+
+
+@pytest.mark.parametrize("price", [0.0002, 0.001, 0.004, 0.02, 1.0])
+def test_a_silence_lasts_exactly_as_long_as_was_told(clock, price):
+    """A receiver looks again when it is over: whoever committed in it must not be missed."""
+    allowance = wakeup.Allowance()
+    allowance.price = price
+    ends = []
+    for _ in range(200):
+        silence = allowance.take()
+        if silence is None:
+            assert clock.now < ends[-1] + 1e-6
+        else:
+            assert silence <= wakeup.SILENCE
+            assert not ends or clock.now > ends[-1] - 1e-6
+            ends.append(clock.now + silence)
+        clock.now += 0.0013
+    assert len(ends) > 1
+
+
+@pytest.mark.parametrize("price", [0.0002, 0.001, 0.004])
+def test_notifying_takes_no_more_than_its_share_of_the_time(clock, price):
+    allowance = wakeup.Allowance()
+    allowance.price = price
+    start, spent = clock.now, 0.0
+    while clock.now < start + 20:
+        if allowance.take() is not None:
+            spent += price
+        clock.now += 0.0005
+    assert wakeup.SHARE / 2 < spent / 20 <= wakeup.SHARE * 1.1
+
+
+def test_the_price_is_learned_from_what_notifications_take(clock):
+    allowance = wakeup.Allowance()
+    for _ in range(30):
+        allowance.learn(0.004)
+    assert 0.0035 < allowance.price <= 0.004
+
+
 # --- PostgreSQL: NOTIFY -----------------------------------------------------------------------------------------------
 
 
@@ -234,33 +303,78 @@ def test_a_hint_in_another_process_ends_the_wait(waiter, spawn):
 
 
 @postgresql
-def test_the_receiver_looks_again_one_window_after_a_notification(waiter, second_connection):
-    """A commit that the sender's debounce kept silent happened within that window."""
-    quiet = quieten(waiter())
-    notify_from(second_connection())
+def test_the_receiver_looks_again_when_the_sender_is_no_longer_silent(waiter, second_connection):
+    """A commit that the sender's allowance kept silent happened before that."""
+    quiet, sender = quieten(waiter()), second_connection()
+    notify_from(sender, "silent 200")
     assert quiet.wait(LONG)
     heard, took = seconds(lambda: quiet.wait(LONG))
     assert heard
-    assert wakeup.WINDOW / 2 < took < LONG / 2
+    assert 0.1 < took < LONG / 2
     assert not quiet.wait(SHORT)
 
 
 @postgresql
-def test_hints_within_one_window_send_one_notification(listener, monkeypatch):
-    monkeypatch.setattr(wakeup, "WINDOW", LONG)
+def test_the_silence_of_one_sender_is_not_cut_short_by_another(waiter, second_connection):
+    quiet, sender = quieten(waiter()), second_connection()
+    notify_from(sender, "silent 400")
+    assert quiet.wait(LONG)
+    notify_from(sender, "silent 1")
+    assert quiet.wait(LONG)
+    heard, took = seconds(lambda: quiet.wait(LONG))
+    assert heard
+    assert 0.2 < took < LONG / 2
+
+
+@postgresql
+def test_the_receiver_looks_once_when_the_sender_may_go_on(waiter, second_connection):
+    quiet = quieten(waiter())
+    notify_from(second_connection())
+    assert quiet.wait(LONG)
+    assert not quiet.wait(4 * SHORT)
+
+
+@postgresql
+@pytest.mark.parametrize("payload", ["silent ", "silent x", "silent -1", "silent 99999999999999999999"])
+def test_nonsense_about_silence_is_heard_and_believed_for_a_second_at_most(waiter, second_connection, payload):
+    quiet = quieten(waiter())
+    notify_from(second_connection(), payload)
+    assert quiet.wait(LONG)
+    assert quiet.mode == "notify"
+    assert quiet._ear.silence <= 1.0
+
+
+@postgresql
+def test_what_was_kept_silent_is_looked_for_when_the_silence_is_over(waiter, listener, monkeypatch):
+    """From end to end: the second of two commits is not told, and the receiver looks after it all the same."""
+    monkeypatch.setattr(wakeup, "SAVED", 1e-9)
+    quiet = quieten(waiter())
+    connection.ensure_connection()
+    with monkeypatch.context() as patch:
+        patch.setattr(wakeup.Waiter, "wake", lambda self: None)  # as if it were another process
+        wakeup.hint("default")
+        wakeup.hint("default")
+    assert listener() == 1
+    assert quiet.wait(LONG), "the notification"
+    assert quiet.wait(LONG), "the end of the silence"
+
+
+@postgresql
+@pytest.mark.usefixtures("miserly")
+def test_a_process_that_has_spent_its_allowance_sends_nothing(listener):
     connection.ensure_connection()
     for _ in range(50):
         wakeup.hint("default")
     assert listener() == 1
-    wakeup._silent_until.clear()
+    wakeup._allowances.clear()
     wakeup.hint("default")
     assert listener() == 1
 
 
 @postgresql
-def test_ten_thousand_staged_at_once_send_one_notification(listener, monkeypatch):
+@pytest.mark.usefixtures("miserly")
+def test_ten_thousand_staged_at_once_send_one_notification(listener):
     """Scenario 35."""
-    monkeypatch.setattr(wakeup, "WINDOW", LONG)
     with transaction.atomic():
         for _ in range(10_000):
             transaction.on_commit(lambda: wakeup.hint("default"))
@@ -302,7 +416,7 @@ def test_a_notification_leaves_nothing_in_the_session(alias, listener, options):
     session.ensure_connection()
     wakeup.hint("special")
     wakeup.hint("special")
-    assert listener() == 1
+    assert listener() == 2
     with session.cursor() as cursor:
         cursor.execute(
             "SELECT current_setting('synchronous_commit'), current_setting('lock_timeout'), "
@@ -344,7 +458,7 @@ def test_after_a_failed_notification_the_next_commits_do_not_pay_again(monkeypat
         wakeup.hint("default")
     assert len(tried) == 1
     for _ in range(5):
-        wakeup._silent_until.clear()
+        wakeup._allowances.clear()
         wakeup.hint("default")
     assert len(tried) == 6
     assert caplog.text.count("could not be notified") == 1
