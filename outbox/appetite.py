@@ -5,8 +5,9 @@ from __future__ import annotations
 from outbox.breakers import Breakers
 from outbox.leases import Claim, Lease
 from outbox.plans import NOTHING, Plan, Progress
-from outbox.slots import Slots, Want
+from outbox.slots import Slots
 from outbox.solitude import Solitude
+from outbox.wants import Want
 
 
 class Appetite:

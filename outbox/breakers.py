@@ -25,7 +25,7 @@ from outbox.database import ServerNow, with_clock
 from outbox.handlers import Handler
 from outbox.leases import Settlement
 from outbox.models import Breaker, Outcome, State
-from outbox.slots import Want
+from outbox.wants import Want
 
 logger = logging.getLogger("outbox")
 
@@ -63,6 +63,14 @@ class Breakers:
         self._lock = threading.Lock()
 
     # --- the threads of the handlers ----------------------------------------------------------------------------------
+
+    def note_all(self, settlements: Sequence[Settlement]) -> None:
+        """Learn from the ends of one call: what ended it as a whole is noted once, as for a single message."""
+        noted: set[int] = set()
+        for each in settlements:
+            if each.cause is None or id(each.cause) not in noted:
+                noted.add(id(each.cause))
+                self.note(each)
 
     def note(self, settlement: Settlement) -> None:
         """Learn from the end of an attempt, before it is settled."""

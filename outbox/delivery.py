@@ -1,29 +1,23 @@
-"""One lease → its handler → a verdict → a settlement; also the immediate delivery right after a commit.
-
-The verdict is judged once, here. Whatever a handler does to its database connections is undone before anything is
-written: the outcome never goes through a transaction that the handler may have spoilt.
-"""
+"""One lease → its handler → a verdict → a settlement; also the immediate delivery right after a commit."""
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from asgiref.sync import async_to_sync
 from django.db import Error, connections
 
 from outbox import wakeup
-from outbox.database import close_quietly, is_loss, is_race, short_transaction
-from outbox.exceptions import Bury, HandlerTimeout, LeakedTransaction, LeaseLost, OutboxError, Retry, Snooze
+from outbox.calls import Call, Ended, Function, perform
+from outbox.database import close_quietly, is_loss, is_race
+from outbox.exceptions import Bury, LeaseLost, OutboxError, Retry, Snooze
 from outbox.fields import Unreadable
-from outbox.handlers import Envelope, registry
-from outbox.isolation import bookmark, left_open, restore
-from outbox.leases import Lease, Settled, Settlement, announce, claim, draw_token, settle
+from outbox.handlers import registry
+from outbox.leases import Lease, Settled, Settlement, announce, claim, draw_token, settle, unbroken
 from outbox.models import Message, Outcome, Reason, State
 from outbox.registration import worker_name
 from outbox.verdicts import judge, release
@@ -32,105 +26,42 @@ logger = logging.getLogger("outbox")
 
 IMMEDIATE_MARGIN = 10.0  # seconds of lease beyond the handler's timeout, for there is no heartbeat
 PAUSE = 0.1  # seconds between two tries to write what a handler has done
-REOPENED_AFTER = 1.0  # seconds until an atomic handler is tried again whose transaction could not be opened
-
-Function = Callable[[Envelope], Any]
 
 
-def run(
-    lease: Lease, function: Function | None = None, *, watched: Sequence[Any] | None = None
-) -> Settlement | Settled:
+def run(lease: Lease, function: Function | None = None, *, watched: Sequence[Any] | None = None) -> Ended:
     """Call the handler of a lease (or ``function`` in its place) in this thread and judge what came of it.
 
     ``watched``: this thread's connections, if they are known. Returns what shall be written; an ``atomic`` handler that
     succeeded has written it itself. Raises nothing: whatever a handler raises, even SystemExit, is a failed attempt.
     """
+    return run_list([lease], function, watched=watched)[0]
+
+
+def run_list(
+    leases: Sequence[Lease], function: Function | None = None, *, watched: Sequence[Any] | None = None
+) -> list[Ended]:
+    """The same for all leases of one call of a list handler; returns their ends in the same order.
+
+    A message that cannot be handed over stays out, and those behind it in its lane are given back.
+    """
+    out: dict[Lease, Ended] = {lease: end for lease in leases if (end := _refused(lease)) is not None}
+    function = function or leases[0].handler.function
+    if not out:
+        return perform(Call(leases, function), watched)
+    if fit := unbroken(leases, out):
+        out.update(zip(fit, perform(Call(fit, function), watched), strict=True))
+    return [out.get(lease) or release(lease) for lease in leases]
+
+
+def _refused(lease: Lease) -> Settlement | None:
+    """The end of a lease whose handler must not run."""
     if lease.view.lost:
         return release(lease)
-    stored: tuple[Any, ...] = (lease.message.payload, lease.message.headers)
-    for part in stored:
-        if isinstance(part, Unreadable):
-            return judge(lease, Bury(f"What is stored is no JSON: {part.why}.", code="unreadable"), None)
-    marks = bookmark(watched)
-    started = time.monotonic()
-    result: object
-    try:
-        if lease.handler.atomic:
-            result = _call_atomic(lease, function or lease.handler.function, set(marks))
-        else:
-            result = _call(lease, function or lease.handler.function)
-    except BaseException as error:
-        result = error
-    leaked = restore(marks, watched)
-    try:
-        if isinstance(result, (Settled, Settlement)):
-            return result
-        if leaked and not isinstance(result, BaseException):
-            result = _leak(lease, leaked)
-        return judge(lease, result, time.monotonic() - started)
-    finally:
-        result = None  # an exception refers to this frame: nothing of it shall wait for the garbage collector
-
-
-def _call(lease: Lease, function: Function) -> Any:
-    """Call it in a context of its own: no time zone, language or log context is handed on to the next message."""
-    if lease.handler.is_async and function is lease.handler.function:
-        function = async_to_sync(function)
-    return contextvars.copy_context().run(function, lease.envelope)
-
-
-def _leak(lease: Lease, aliases: set[str]) -> LeakedTransaction:
-    return LeakedTransaction(
-        f"Handler {lease.handler.name!r} left a transaction open on {', '.join(sorted(aliases))}, or closed the "
-        "connection inside it: it was rolled back. Use transaction.atomic() as a context manager."
-    )
-
-
-def _call_atomic(lease: Lease, function: Function, before: set[str]) -> Settled | Settlement:
-    """Commit the handler's own writes and the completion in one transaction, or neither: then it raises why.
-
-    ``before``: aliases whose transactions were open before. A database that is away when the transaction shall be
-    opened is not the message's fault: it is given back, for its handler has not run.
-    """
-    settled: Settled | None = None
-    begun = False
-    started = time.monotonic()
-    try:
-        with short_transaction(lease.using):
-            begun = True
-            depth = len(connections[lease.using].atomic_blocks)
-            result = _call(lease, function)
-            duration = time.monotonic() - started
-            settlement = judge(lease, result, duration)
-            if settlement.cause is not None:  # returned, not raised: it must roll back all the same
-                raise settlement.cause
-            if leaked := left_open(before, within=lease.using, depth=depth):
-                raise _leak(lease, leaked)
-            if duration > lease.handler.timeout:
-                raise HandlerTimeout(f"Handler {lease.handler.name!r} took {duration:.1f} s and was rolled back.")
-            settled = settle(lease.using, [settlement])[0]
-            if settled.status != "settled":
-                raise LeaseLost("The lease was lost while the handler ran: its writes are rolled back.")
-        return settled
-    except Error as error:
-        lost = is_loss(connections[lease.using], error)
-        if settled is not None and lost and _was_committed(lease):
-            return settled
-        if not begun and (lost or is_race(connections[lease.using], error)):
-            return replace(release(lease, wait=REOPENED_AFTER), cause=error)
-        raise
-
-
-def _was_committed(lease: Lease) -> bool:
-    """Whether the COMMIT whose reply was lost took place; asks until the lease is over."""
-    while time.monotonic() < lease.deadline:
-        close_quietly(lease.using)
-        try:
-            row = Message.objects.using(lease.using).filter(pk=lease.id, attempt=lease.attempt, lease_token=None)
-            return row.delivered().exists()
-        except Error:
-            time.sleep(PAUSE)
-    return False
+    for part in (lease.message.payload, lease.message.headers):
+        unreadable: Any = part
+        if isinstance(unreadable, Unreadable):
+            return judge(lease, Bury(f"What is stored is no JSON: {unreadable.why}.", code="unreadable"), None)
+    return None
 
 
 # --- immediate delivery -----------------------------------------------------------------------------------------------

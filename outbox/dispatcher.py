@@ -19,10 +19,11 @@ from django.db import Error, reset_queries
 
 from outbox.appetite import Appetite
 from outbox.breakers import Breakers
+from outbox.calls import Ended
 from outbox.database import close_quietly, give_back
 from outbox.heartbeat import Heartbeat
 from outbox.housekeeping import Housekeeping
-from outbox.leases import Claim, Claimer, Lease, Settled, Settlement, charge
+from outbox.leases import Claim, Claimer, Lease, Settled, charge
 from outbox.models import Outcome
 from outbox.outages import Outage
 from outbox.plans import Plan, closed
@@ -74,7 +75,7 @@ class Dispatcher:
             may_continue=lambda lease: not self._stopping.is_set() and self._appetite.may_continue(lease),
             woke=self._has_settled,
         )
-        self._workers = Workers(self._slots, self._report_outcome)
+        self._workers = Workers(self._slots, self._report_ends)
         self._registration = Registration(
             using=plan.using,
             name=self.name,
@@ -117,9 +118,9 @@ class Dispatcher:
         names = ("delivered", "retried", "dead", "discarded", "skipped")
         return {"processed": sum(counts.values()), **{name: counts[name] for name in names}}
 
-    def _report_outcome(self, lease: Lease, outcome: Settlement | Settled) -> None:
-        self._breakers.note(outcome.settlement if isinstance(outcome, Settled) else outcome)
-        self._settler.put(lease, outcome)
+    def _report_ends(self, ends: Sequence[Ended]) -> None:
+        self._breakers.note_all([each.settlement if isinstance(each, Settled) else each for each in ends])
+        self._settler.put_all(ends)
         if self._hungry:
             self._nudge()
 
@@ -220,18 +221,16 @@ class Dispatcher:
         except BaseException:
             self._slots.put_back(leases)
             raise
-        self._slots.start(charged)
-        for lost in set(leases).difference(charged):
+        for lost in {*set(leases).difference(charged), *self._slots.start(charged)}:
             lost.view.revoke()
             self._settler.put(lost, release(lost))  # refused by the fence, or given back
 
     def _abandon_overdue(self) -> None:
-        for lease in self._slots.abandon_overdue():
+        for first in self._slots.abandon_overdue():
             self._workers.add()
-            lease.view.revoke()
-            logger.warning("Message %s: its handler %r ran out of time.", lease.id, lease.handler.name)
-            if lease.message.lane is None:
-                self._settler.put(lease, timed_out(lease))
+            logger.warning("Message %s: its handler %r ran out of time.", first.id, first.handler.name)
+            ends = {lease: timed_out(lease) for lease in first.call}  # whose views are told
+            self._settler.put_all([end for lease, end in ends.items() if lease.message.lane is None])
         stuck = self._slots.abandoned()
         if stuck >= self.plan.concurrency and not self._stopping.is_set():
             self._give_up(f"{stuck} handlers are stuck beyond their timeout; their threads cannot be stopped")
@@ -287,11 +286,14 @@ class Dispatcher:
         unfinished = self._slots.unfinished()
         self.left_running = len(unfinished)
         for ran in unfinished:
-            lease, in_lane = ran.lease, ran.lease.message.lane is not None
-            lease.view.revoke()
-            rest = LEAVING if in_lane else 0.0
-            if not ran.abandoned:
-                self._settler.put(lease, release(lease, Outcome.INTERRUPTED, wait=rest))
-            elif in_lane:
-                outcome = timed_out(lease)
-                self._settler.put(lease, replace(outcome, wait=max(rest, outcome.wait)))
+            ends = []
+            for lease in ran.lease.call:
+                lease.view.revoke()
+                in_lane = lease.message.lane is not None
+                rest = LEAVING if in_lane else 0.0
+                if not ran.abandoned:
+                    ends.append(release(lease, Outcome.INTERRUPTED, wait=rest))
+                elif in_lane:
+                    outcome = timed_out(lease)
+                    ends.append(replace(outcome, wait=max(rest, outcome.wait)))
+            self._settler.put_all(ends)

@@ -22,6 +22,7 @@ from outbox.retries import RetryPolicy
 NAME = re.compile(r"[A-Za-z0-9._:-]{1,100}\Z", re.ASCII)
 ORDERINGS = ("key", "topic", "none")
 DEAD_HEADS = ("skip", "block")
+LONGEST_LIST = 500  # messages in one call of a list handler
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -100,11 +101,14 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handler:
-    """A registered handler and how its messages are treated. None means: as ``settings.OUTBOX`` says."""
+    """A registered handler and how its messages are treated. None means: as ``settings.OUTBOX`` says.
+
+    ``batch``: the function takes a list of so many messages at most; None: it takes one message.
+    """
 
     name: str
     topic: str
-    function: Callable[[Envelope], Any]
+    function: Callable[..., Any]
     max_attempts_given: int | None = None
     timeout_given: float | None = None
     retry: RetryPolicy | None = None
@@ -114,6 +118,7 @@ class Handler:
     atomic: bool = False
     payload_versions: tuple[int, ...] = (1,)
     aliases: tuple[str, ...] = ()
+    batch: int | None = None
 
     is_async: bool = field(init=False)
 
@@ -154,6 +159,11 @@ class Handler:
         return options().SHARE if self.share_given is None else self.share_given
 
     @property
+    def size(self) -> int:
+        """How many messages one call may get."""
+        return self.batch or 1
+
+    @property
     def routes(self) -> tuple[str, ...]:
         """The values of the route column that this handler claims."""
         return tuple(route(name, v) for name in (self.name, *self.aliases) for v in self.payload_versions)
@@ -189,6 +199,7 @@ def handler(
     payload_versions: int | Iterable[int] = (1,),
     aliases: Iterable[str] = (),
     share: float | None = None,
+    batch: int | None = None,
 ) -> Callable[[F], F]:
     """Register a function (sync or async) as the deliverer of a topic, and declare the topic.
 
@@ -196,7 +207,9 @@ def handler(
     ``ordering``: ``"key"`` keeps messages of one ordering key in order, ``"topic"`` all of them, ``"none"`` none.
     ``dead_head``: what a dead message does to its lane, ``"skip"`` or ``"block"``. ``atomic`` commits the handler's
     writes and the completion in one transaction. ``aliases`` are former names whose rows are still to be delivered.
-    ``share`` is the part of the slots (0 to 1) that this handler may fill. Raises ImproperlyConfigured.
+    ``share`` is the part of the slots (0 to 1) that this handler may fill. ``batch`` (1 to 500): the function takes a
+    list of so many messages at most, and returns or raises one verdict for all of them, or returns a list with one for
+    each, or a mapping of message ids to those that are not delivered. Raises ImproperlyConfigured.
     """
     topic_name = topic.name if isinstance(topic, Topic) else topic
     _check_name(topic_name, "topic")
@@ -218,6 +231,8 @@ def handler(
     _demand(finite, handler_name, f"timeout must be a number of seconds above 0, a century at most, not {timeout!r}")
     part = share is None or (isinstance(share, int | float) and 0 < share <= 1)
     _demand(part, handler_name, f"share must be above 0 and at most 1, not {share!r}")
+    fits = batch is None or (type(batch) is int and 1 <= batch <= LONGEST_LIST)
+    _demand(fits, handler_name, f"batch must be a whole number from 1 to {LONGEST_LIST}, not {batch!r}")
     numbers = bool(versions) and all(isinstance(each, int) and each >= 1 for each in versions)
     _demand(numbers, handler_name, f"payload_versions must be whole numbers from 1 on, not {versions!r}")
 
@@ -235,9 +250,11 @@ def handler(
             atomic=atomic,
             payload_versions=versions,
             aliases=former,
+            batch=batch,
         )
         _demand(callable(function), handler_name, f"{function!r} is not callable")
-        _demand(_takes_a_message(function), handler_name, f"{function!r} must take one argument, the message")
+        what = "the message" if batch is None else "the list of messages"
+        _demand(_takes_one_argument(function), handler_name, f"{function!r} must take one argument, {what}")
         _demand(not (atomic and new.is_async), handler_name, "async and atomic: there is no async transaction")
         registry.register(new)
         return function
@@ -250,7 +267,7 @@ def _demand(fact: bool, name: str, text: str) -> None:
         raise ImproperlyConfigured(f"Handler {name!r}: {text}.")
 
 
-def _takes_a_message(function: Callable[..., Any]) -> bool:
+def _takes_one_argument(function: Callable[..., Any]) -> bool:
     try:
         inspect.signature(function).bind(None)
     except TypeError:

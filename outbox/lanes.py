@@ -1,9 +1,13 @@
-"""The order within a lane: which row of a lane may be leased, who sleeps behind it, and who is next.
+"""The order within a lane: which rows of a lane may be leased, who sleeps behind them, and who is next.
 
 A row of a lane is *due* (a knock: somebody must look at the lane), *waiting* (due later), *leased* (it carries
 ``holder``), *parked* (due_at NULL, asleep behind another row) or *blocking* (dead under ``dead_head="block"``); once it
 blocks nobody its ``lane`` is NULL. Invariants, after every commit: at most one row of a lane is leased, and a parked
 row is never alone: some row of its lane is due, leased, waiting or blocking.
+
+A list handler may get a *run*: the head of a lane and the rows next to it, leased by one claim under one token, and
+settled by one transaction (`outbox.leases.runs`). Only the head carries ``holder``, so that there is still one claim at
+most in a lane; nobody looks at the others but through it.
 
 Rows are parked only under the lock of the row they sleep behind, which the settlement of that row needs, too; so the
 wake-up cannot be lost. Lock order: own row, then the head of the same lane.
@@ -11,13 +15,23 @@ wake-up cannot be lost. Lock order: own row, then the head of the same lane.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from django.db.models import F
+from django.db.models import Case, F, When
 
-from outbox.database import Among, ServerNow, Stale, Still, due_candidates, lane_heads, locked, with_clock
+from outbox.database import (
+    Among,
+    ServerNow,
+    Stale,
+    Still,
+    due_candidates,
+    lane_followers,
+    lane_heads,
+    locked,
+    with_clock,
+)
 from outbox.models import Message, State
 
 LOOKS = 3  # at a lane that changes under our eyes, before the transaction is done again
@@ -58,12 +72,14 @@ def pending(using: str, ids: Iterable[int]) -> Any:
     return Message.objects.using(using).filter(Among(ids), Still("state", State.PENDING))
 
 
-def heads(using: str, rows: Iterable[int], *, without_self: bool = False) -> dict[int, tuple[int | None, int | None]]:
-    """lane -> (id of its oldest unfinished row, id of its leased row), for the lanes of the given rows.
+def heads(
+    using: str, rows: Iterable[int], *, without_self: bool = False, without: Collection[int] = ()
+) -> dict[int, tuple[int | None, int | None]]:
+    """lane -> (id of its oldest unfinished row, id of the row that holds it), for the lanes of the given rows.
 
-    ``without_self``: the oldest besides the given row.
+    ``without_self``: the oldest besides the given row; ``without``: besides all of these.
     """
-    found = lane_heads(using, _TABLE, rows, without_self=without_self)
+    found = lane_heads(using, _TABLE, rows, without_self=without_self, without=without)
     return {lane: (head, holder) for lane, head, holder in found}
 
 
@@ -114,6 +130,28 @@ def _judge(target: Message, rows: list[Message], routes: Collection[str], result
         result.behind[target.lane] = Followers(rows=behind, floor=floor)
 
 
+def followers(using: str, firsts: Collection[Message], known: Collection[Message], count: int) -> list[Message]:
+    """The rows next to each of these in its lane, ``count`` of each at most, in order, up to the first we cannot lock.
+
+    ``known``: rows that are locked by us already.
+    """
+    ids = lane_followers(using, _TABLE, [(row.lane, row.pk) for row in firsts if row.lane is not None], count)
+    obtained = {row.pk: row for row in known}
+    missing = [pk for _, pk in ids if pk not in obtained]
+    if missing:
+        look = with_clock(Message.objects.using(using).filter(Among(missing)).order_by("pk"))
+        obtained.update({row.pk: row for row in locked(look)})
+    ended: set[int] = set()
+    found = []
+    for lane, pk in ids:
+        row = obtained.get(pk)
+        if row is None or row.lane != lane:
+            ended.add(lane)
+        elif lane not in ended:
+            found.append(row)
+    return found
+
+
 def park(using: str, behind: dict[int, Followers]) -> None:
     """Put rows to sleep behind the locked targets of their lanes, and more of a lane that is crowded with due rows."""
     rows = [row for each in behind.values() for row in each.rows]
@@ -122,7 +160,15 @@ def park(using: str, behind: dict[int, Followers]) -> None:
     ids += [pk for pk, lane in _more(using, crowded).items() if pk > behind[lane].floor]
     if ids:
         due = pending(using, ids).filter(Still("holder", None), due_at__lte=ServerNow())
-        due.update(due_at=None, lease_token=None)
+        due.update(lapses=lapses_of(), due_at=None, lease_token=None)
+
+
+def lapses_of() -> Case:
+    """The lapses of a row that loses its lease now, if it still has one: one more.
+
+    Must be assigned before the token: MySQL assigns from left to right, and reads what it has just assigned.
+    """
+    return Case(When(lease_token=None, then=F("lapses")), default=F("lapses") + 1)
 
 
 def snooze(using: str, rows: dict[int, list[Message]], micros: int) -> None:
@@ -141,15 +187,15 @@ def _more(using: str, crowded: dict[int, list[Message]]) -> dict[int, int]:
     ids = [pk for _, pk, lane, _, _ in window if lane in crowded and pk not in known]
     if not ids:
         return {}
-    due = pending(using, ids).filter(due_at__lte=ServerNow()).order_by("pk").only("lane")
+    due = pending(using, ids).filter(lease_token=None, due_at__lte=ServerNow()).order_by("pk").only("lane")
     return {row.pk: row.lane for row in locked(due)}
 
 
 # --- the settlement ---------------------------------------------------------------------------------------------------
 
 
-def successors(using: str, rows: Mapping[int, int], *, wait: bool, whole: bool = False) -> Successors:
-    """By lane the oldest row other than the given one, locked as that one is already; None where there is no other.
+def successors(using: str, rows: Mapping[int, Sequence[int]], *, wait: bool, whole: bool = False) -> Successors:
+    """By lane the oldest row other than the given ones, locked as those are already; None where there is no other.
 
     Without ``wait`` a lane is left out when its next row is locked by somebody: it must be tried again, for whoever
     goes on without that lock may rely on a row that is being settled. ``whole``: load all columns.
@@ -159,7 +205,10 @@ def successors(using: str, rows: Mapping[int, int], *, wait: bool, whole: bool =
     for _ in range(LOOKS):
         if not left:
             return found
-        next_of = {lane: head for lane, (head, _) in heads(using, left.values(), without_self=True).items()}
+        runs = [pk for ids in left.values() if len(ids) > 1 for pk in ids]
+        firsts = [ids[0] for ids in left.values()]
+        without = [*firsts, *runs] if runs else ()
+        next_of = {lane: head for lane, (head, _) in heads(using, firsts, without_self=True, without=without).items()}
         ids = [head for head in next_of.values() if head is not None]
         look = with_clock(Message.objects.using(using).filter(Among(ids)).order_by("pk"))
         rows_of = locked(look if whole else look.only(*_COLUMNS), skip=not wait)

@@ -10,7 +10,7 @@ from outbox.conf import checked
 from outbox.handlers import Handler
 from outbox.leases import Claim
 from outbox.models import Outcome
-from outbox.slots import Want
+from outbox.wants import Want
 
 CONTENDED_LOOKS = 40  # without progress, until --drain leaves rows to those who have locked them
 NOTHING = Want(limit=0, start=0, room={})
@@ -72,7 +72,7 @@ class Progress:
             return Want(limit=most, start=0, room=dict.fromkeys(want.room, most))
         if self._left is not None:
             most = min(want.limit, self._left)
-            return Want(limit=most, start=most, room=want.room)
+            return Want(limit=most, start=min(most, want.start), room=want.room)
         return want
 
     def note(self, claim: Claim) -> None:

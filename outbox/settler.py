@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
@@ -83,16 +83,20 @@ class Settler:
         self._thread.start()
 
     def put(self, lease: Lease, outcome: Settlement | Settled) -> None:
-        """Settle this when possible; an atomic handler brings an outcome that is settled already."""
+        """Settle this when possible."""
+        self.put_all([outcome])
+
+    def put_all(self, outcomes: Sequence[Settlement | Settled]) -> None:
+        """Settle what one call came to, together; an atomic handler brings outcomes that are settled already."""
         with self._news:
-            if isinstance(outcome, Settled):
-                self._done.append(outcome)
-            else:
+            given = [each for each in outcomes if isinstance(each, Settlement)]
+            self._done += [each for each in outcomes if isinstance(each, Settled)]
+            if given:
                 if not self._outcomes:
                     self._since = time.monotonic()
-                self._outcomes.append(outcome)
-                self._urgent = self._urgent or lease.message.lane is not None
-                if len(self._outcomes) > 1 and self._linger(time.monotonic()) > 0:
+                self._outcomes += given
+                self._urgent = self._urgent or any(each.lease.message.lane is not None for each in given)
+                if len(self._outcomes) > len(given) and self._linger(time.monotonic()) > 0:
                     return  # the thread sleeps until these have company; each time that it wakes in vain costs
             self._news.notify()
 
@@ -141,7 +145,8 @@ class Settler:
                     break
                 wait = self._linger(now)
                 if self._outcomes and wait <= 0:
-                    group, self._outcomes = self._outcomes[: self._batch], self._outcomes[self._batch :]
+                    end = self._end_of_group()
+                    group, self._outcomes = self._outcomes[:end], self._outcomes[end:]
                     self._urgent = bool(self._outcomes)
                     return Group(outcomes=group)
                 if self._stopped and not self._outcomes and not self._later:
@@ -151,6 +156,14 @@ class Settler:
                 self._news.wait(max(0.0, wait))
         self._finish(done)
         return Group(outcomes=[])
+
+    def _end_of_group(self) -> int:
+        """How many outcomes go into the next group: no run of a lane is cut, for it is settled as a whole."""
+        lanes = [each.lease.message.lane for each in self._outcomes]
+        end = self._batch
+        while end < len(lanes) and lanes[end] is not None and lanes[end] == lanes[end - 1]:
+            end += 1
+        return end
 
     def _ripen(self, now: float) -> None:
         """Take up again what was put off until now: what is in doubt by itself, under its token, the rest together."""
@@ -190,9 +203,9 @@ class Settler:
         else:
             self.outage.over()
             self._finish([each for each in results if each.status != "busy"])
-            for each in results:
-                if each.status == "busy":
-                    self._put_off(group, each.settlement, BUSY_PAUSE)
+            busy = [each.settlement for each in results if each.status == "busy"]
+            if busy:
+                self._put_off(group, busy, BUSY_PAUSE)
 
     def _wait_for_the_database(self, group: Group, error: Error) -> None:
         pause = self.outage.note(error)
@@ -221,7 +234,7 @@ class Settler:
         [outcome] = group.outcomes
         if isinstance(error, Error) and is_race(connections[self.using], error):
             self.outage.note(error)
-            self._put_off(group, outcome, BUSY_PAUSE)
+            self._put_off(group, [outcome], BUSY_PAUSE)
         elif outcome.error is not NO_ERROR and not group.bare:
             bare = ErrorRecord(type=outcome.error.type, text="The text of this error could not be stored.")
             outcome = replace(outcome, error=bare)
@@ -229,8 +242,8 @@ class Settler:
         else:
             self._try_later(group, outcome, error)
 
-    def _put_off(self, group: Group, outcome: Settlement, seconds: float) -> None:
-        again = Group(outcomes=[outcome], token=group.token, doubtful=group.doubtful)
+    def _put_off(self, group: Group, outcomes: list[Settlement], seconds: float) -> None:
+        again = Group(outcomes=outcomes, token=group.token, doubtful=group.doubtful)
         self._later.append((time.monotonic() + seconds, again))
 
     def _try_later(self, group: Group, outcome: Settlement, error: Exception) -> None:
@@ -241,7 +254,7 @@ class Settler:
             logger.error("Message %s cannot be settled; it is tried again.", lease.id, exc_info=error)
         refused_for = now - self._refused_since[lease]
         if refused_for < self._seconds and not (self._stopped and refused_for > LONGEST_PAUSE / 2):
-            self._put_off(group, outcome, min(LONGEST_PAUSE, max(BUSY_PAUSE, refused_for)))
+            self._put_off(group, [outcome], min(LONGEST_PAUSE, max(BUSY_PAUSE, refused_for)))
             return
         logger.error("Message %s cannot be settled; its lease will run out.", lease.id, exc_info=error)
         del self._refused_since[lease]

@@ -3,6 +3,9 @@
 A lease is *queued* (claimed, not charged: its handler has not started), *ready* (charged, waits for a worker thread),
 *running*, or *ending* (its outcome is being settled). The heartbeat renews all of them. A slot is occupied from the
 charge to the end of the handler; in a lane to the settlement, so that the next message of the lane finds it free.
+
+Of the leases that a list handler gets in one call, the first stands for all of them here (`Lease.call`) from the moment
+when they are ready until the handler has returned; each ends by itself.
 """
 
 from __future__ import annotations
@@ -15,13 +18,12 @@ from dataclasses import dataclass
 
 from outbox.handlers import Handler
 from outbox.heartbeat import promise
-from outbox.leases import Lease
+from outbox.leases import Lease, unbroken
+from outbox.queues import Queues
 from outbox.ready import Ready
+from outbox.wants import Want, Wants
 
-PREFETCH_SHARE = 0.25  # of the lease that the queue may take to run dry
-LEARN = 0.2  # weight of the newest duration in a handler's mean
 OTHERS_EVERY = 0.1  # seconds, while messages are queued, between two looks for those of other handlers
-SHORTEST = 1e-4  # seconds: a mean below this says nothing
 
 
 @dataclass(slots=True, eq=False)
@@ -33,15 +35,6 @@ class Running:
     abandoned: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
-    """What the next claim shall bring; ``room`` by handler name; ``start``: how many of them start at once."""
-
-    limit: int
-    start: int
-    room: dict[str, int]
-
-
 class Slots:
     """The slots of a process. Every method may be called by any thread."""
 
@@ -50,15 +43,16 @@ class Slots:
     ) -> None:
         self.concurrency = concurrency
         self.handlers = handlers
-        self._batch = batch
         self._lease_seconds = lease_seconds
-        self._prefetch = prefetch
-        self._queued: dict[str, deque[Lease]] = {each.name: deque() for each in handlers}
+        self._wants = Wants(
+            concurrency=concurrency, handlers=handlers, batch=batch, lease_seconds=lease_seconds, prefetch=prefetch
+        )
+        self._queued = Queues((each.name, deque()) for each in handlers)
+        self._forming: list[list[Lease]] = []
         self._running: dict[Lease, Running] = {}
         self._ending: set[Lease] = set()
         self._occupied: set[Lease] = set()
         self._busy: Counter[str] = Counter()
-        self._means: dict[str, float] = {}
         self._turns = OrderedDict.fromkeys(self._queued)  # whose turn it is: the latest to start comes last
         self._others_at = time.monotonic()
         self._withdrawn = False
@@ -66,27 +60,13 @@ class Slots:
         self._ready = Ready(self._lock)
 
     def cap(self, handler: Handler) -> int:
-        """How many slots one handler may fill: its share, or all of them when it is the only one."""
-        if len(self.handlers) < 2:
-            return self.concurrency
-        return max(1, int(self.concurrency * handler.share))
+        """How many slots one handler may fill."""
+        return self._wants.cap(handler)
 
     def want(self) -> Want:
         """What to claim now: what can start at once, or also a stock for handlers that are known to be quick."""
         with self._lock:
-            waiting = {name: len(leases) for name, leases in self._queued.items()}
-            total = sum(waiting.values())
-            now = {
-                each.name: max(0, self.cap(each) - self._busy[each.name] - waiting[each.name]) for each in self.handlers
-            }
-            free = max(0, self.concurrency - len(self._occupied) - total)
-            stock = {each.name: self._stock(each) for each in self.handlers}
-            if total <= self._batch // 2 and any(stock.values()):
-                room = {name: count + max(0, stock[name] - waiting[name]) for name, count in now.items()}
-                # Whichever handlers they belong to: so many of them have a slot, and need no charge of their own.
-                start = min((free, *(now[name] for name, count in room.items() if count)))
-                return Want(limit=self._batch - total, start=0 if total else start, room=room)
-            return Want(limit=free, start=free, room=now)
+            return self._wants.now(self._queued.counts(), self._busy, len(self._occupied))
 
     def want_for_others(self) -> Want:
         """What to claim before queued messages fill the free slots: now and then, those of which nothing is queued.
@@ -98,12 +78,7 @@ class Slots:
             if now - self._others_at < OTHERS_EVERY or not any(self._queued.values()):
                 return Want(limit=0, start=0, room={})
             self._others_at = now
-            room = {
-                each.name: 0 if self._queued[each.name] else max(0, self.cap(each) - self._busy[each.name])
-                for each in self.handlers
-            }
-            free = self.concurrency - len(self._occupied) if any(room.values()) else 0
-            return Want(limit=free, start=free, room=room)
+            return self._wants.for_others(self._queued.counts(), self._busy, len(self._occupied))
 
     def load(self) -> dict[str, int]:
         """By handler name how many messages are held."""
@@ -117,14 +92,6 @@ class Slots:
             self._queued[name].clear()
             self._ending.update(leases)
             return leases
-
-    def _stock(self, handler: Handler) -> int:
-        """How many messages of a handler to hold ready: what it does in a part of the lease, if more than its slots."""
-        mean = self._means.get(handler.name)
-        if not self._prefetch or mean is None:
-            return 0
-        stock = int(PREFETCH_SHARE * self._lease_seconds / max(mean, SHORTEST)) * self.cap(handler)
-        return min(self._batch, stock) if stock > self.cap(handler) else 0
 
     def add(self, leases: Iterable[Lease]) -> None:
         """Take new leases: charged ones start as soon as a thread is free, the others are queued."""
@@ -153,7 +120,7 @@ class Slots:
             return True
 
     def startable(self) -> list[Lease]:
-        """Queued leases, in turn one of each handler, for which there is a slot; the slots are taken. Turns are kept.
+        """Queued leases, in turn one call of each handler, for which there is a slot; the slots are taken, turns kept.
 
         They must be charged, and then given to `start`, or to `put_back` if that failed.
         """
@@ -165,30 +132,50 @@ class Slots:
                 name = names.popleft()
                 if self._busy[name] >= caps[name]:
                     continue
-                lease = self._queued[name].popleft()
-                self._occupy(lease)
-                self._ending.add(lease)
+                call = self._queued.pop_call(name)
+                if len(call) > 1:
+                    self._forming.append(call)
+                self._occupy(call[0])
+                self._ending.update(call)
                 self._turns.move_to_end(name)
-                found.append(lease)
+                found += call
                 if self._queued[name]:
                     names.append(name)
             return found
 
-    def start(self, charged: Collection[Lease]) -> None:
-        """Make charged leases ready for the worker threads."""
+    def start(self, charged: Collection[Lease]) -> list[Lease]:
+        """Make charged leases ready for the worker threads, but for those behind a gap in a lane, which it returns."""
         with self._lock:
+            left: list[Lease] = []
             self._ending.difference_update(charged)
+            for call in self._take_forming():
+                missing = set(call).difference(charged)
+                held = unbroken(call, missing)
+                left += set(call).difference(missing, held)
+                charged = [each for each in charged if each not in call]
+                if held:
+                    self._vacate(call[0])
+                    self._occupy(held[0])
+                    held[0].company = held[1:]
+                    self._ready.put(held[:1])
+            self._ending.update(left)
             self._ready.put(charged)
+            return left
 
     def put_back(self, leases: Sequence[Lease]) -> None:
         """Queue leases again that could not be charged."""
         with self._lock:
+            self._take_forming()
             for lease in reversed(leases):
                 self.end(lease)
                 self._queued[lease.handler.name].appendleft(lease)
 
+    def _take_forming(self) -> list[list[Lease]]:
+        forming, self._forming = self._forming, []
+        return forming
+
     def take(self) -> Lease | None:
-        """The next lease to run, for a worker thread; waits for one. None: there will be no more."""
+        """The next lease to run, with its company, for a worker thread; waits for one. None: there will be no more."""
         with self._lock:
             lease = self._ready.take()
             if lease is None:
@@ -200,11 +187,9 @@ class Slots:
         """A handler returned. False when it had been abandoned for running out of time."""
         with self._lock:
             ran = self._running.pop(lease)
-            duration = time.monotonic() - ran.started
-            known = self._means.get(lease.handler.name, duration)
-            self._means[lease.handler.name] = known + LEARN * (duration - known)
-            self._ending.add(lease)
-            if lease.message.lane is None:
+            self._wants.learn(lease.handler, time.monotonic() - ran.started)
+            self._ending.update(lease.call)
+            if lease.message.lane is None or lease.handler.batch:
                 self._vacate(lease)
             return not ran.abandoned
 
@@ -237,11 +222,14 @@ class Slots:
     def held(self) -> list[Lease]:
         """Every lease to renew; an abandoned one only in a lane, where nobody may start before its thread has ended."""
         with self._lock:
-            queued = [lease for leases in self._queued.values() for lease in leases]
+            ready = [lease for first in self._ready for lease in first.call]
             running = [
-                ran.lease for ran in self._running.values() if not ran.abandoned or ran.lease.message.lane is not None
+                lease
+                for ran in self._running.values()
+                for lease in ran.lease.call
+                if not ran.abandoned or lease.message.lane is not None
             ]
-            return [*queued, *self._ready, *running, *self._ending]
+            return [*self._queued.all(), *ready, *running, *self._ending]
 
     def unfinished(self) -> list[Running]:
         """Every handler that still runs."""
@@ -257,7 +245,7 @@ class Slots:
         """Take back everything that has not started, to give it back to the database."""
         with self._lock:
             self._withdrawn = True
-            leases = [*self._ready.clear(), *(lease for queue in self._queued.values() for lease in queue)]
+            leases = [lease for first in self._ready.clear() for lease in first.call] + list(self._queued.all())
             for queue in self._queued.values():
                 queue.clear()
             self._ending.update(leases)

@@ -32,8 +32,9 @@ from outbox.database import ServerNow, server_now
 from outbox.exceptions import InvalidIntent, Verdict
 from outbox.fields import to_micros
 from outbox.handlers import Handler, Topic
-from outbox.leases import Claimer, Lease, Settled, announce, settle
+from outbox.leases import Claimer, Lease, Settled, Settlement, announce, settle
 from outbox.models import Message, Outcome, State
+from outbox.queues import calls
 from outbox.registration import worker_name
 from outbox.registry import Registry, registry
 
@@ -47,7 +48,7 @@ class Report:
     """What a `drain` did: attempts by their outcome, and the last exception of each message that failed, by its id.
 
     ``skipped`` counts results that were thrown away because somebody else had taken the message meanwhile. Messages
-    that expired before their claim count as discarded.
+    that expired before their claim count as discarded, and what was given back as retried.
     """
 
     delivered: int = 0
@@ -78,13 +79,15 @@ def drain(
     ``topics`` and ``handlers`` (names) restrict what is delivered, ``limit`` the attempts. ``until`` also delivers what
     becomes due until then, retries included: instead of waiting, the times of all waiting messages are moved back.
     ``ignore_delays`` goes on until nothing is left. ``raise_errors`` lets the first exception of a handler that is no
-    verdict through, once it is settled.
+    verdict through, once it is settled. List handlers get lists.
 
     Inside a test's transaction a handler that leaves the transaction broken loses all its writes, and fails; otherwise
     its writes stay even if it fails, as in production. Raises AssertionError when there seems to be no end.
     """
     alias = using or router.db_for_write(Message)
-    claimer = Claimer(using=alias, worker=worker_name(), handlers=_selected(topics, handlers))
+    selected = _selected(topics, handlers)
+    claimers = [(Claimer(using=alias, worker=worker_name(), handlers=part), most) for part, most in _parts(selected)]
+    routes = [route for each in selected for route in each.routes]
     clock = _Clock(alias, FOREVER if ignore_delays else until)
     report = Report()
     while limit is None or report.processed < limit:
@@ -93,13 +96,17 @@ def drain(
                 f"drain() gave up after {MOST} attempts ({report}): does a handler stage itself, or snooze for ever? "
                 "Pass limit=… to stop earlier."
             )
-        claim = claimer.claim(1, seconds=LEASE)
-        for _, event in claim.events:
-            report.discarded += event.outcome == Outcome.DISCARDED
-            report.dead += event.died
-        for lease in claim.leases:
-            _deliver(lease, report, raise_errors)
-        if not (claim.leases or claim.events or claim.more or clock.advance(claimer.routes)):
+        found = False
+        for claimer, most in claimers:
+            left = most if limit is None else min(most, limit - report.processed)
+            claim = claimer.claim(left, seconds=LEASE)
+            for _, event in claim.events:
+                report.discarded += event.outcome == Outcome.DISCARDED
+                report.dead += event.died
+            for call in calls(claim.leases):
+                _deliver(call, report, raise_errors)
+            found = found or bool(claim.leases or claim.events or claim.more)
+        if not (found or clock.advance(routes)):
             break
     return report
 
@@ -188,13 +195,32 @@ def _selected(
     return chosen
 
 
-def _deliver(lease: Lease, report: Report, raise_errors: bool) -> None:
-    result = delivery.run(lease)
-    settled = result if isinstance(result, Settled) else settle(lease.using, [result])[0]
-    announce([settled])
+def _parts(handlers: Sequence[Handler]) -> list[tuple[list[Handler], int]]:
+    """Handlers that are claimed for together, and how many messages at a time: a list handler by itself."""
+    alone = [each for each in handlers if each.size == 1]
+    lists = [([each], each.size) for each in handlers if each.size > 1]
+    return [(alone, 1), *lists] if alone else lists
+
+
+def _deliver(call: Sequence[Lease], report: Report, raise_errors: bool) -> None:
+    """Let a handler have one message, or a list of them, and note what came of each."""
+    ends = delivery.run_list(call)
+    done = [each for each in ends if isinstance(each, Settled)]
+    done += settle(call[0].using, [each for each in ends if isinstance(each, Settlement)])
+    announce(done)
+    for settled in done:
+        _note(settled, report)
+    if raise_errors:
+        for settled in done:
+            cause = settled.settlement.cause
+            if cause is not None and not isinstance(cause, Verdict):
+                raise cause
+
+
+def _note(settled: Settled, report: Report) -> None:
     settlement = settled.settlement
     if settlement.cause is not None and settlement.outcome != Outcome.SNOOZED:
-        report.errors[lease.id] = settlement.cause
+        report.errors[settlement.lease.id] = settlement.cause
     match settlement:
         case _ if settled.status != "settled":
             report.skipped += 1
@@ -208,8 +234,6 @@ def _deliver(lease: Lease, report: Report, raise_errors: bool) -> None:
             report.snoozed += 1
         case _:
             report.retried += 1
-    if raise_errors and settlement.cause is not None and not isinstance(settlement.cause, Verdict):
-        raise settlement.cause
 
 
 class _Clock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -34,6 +35,34 @@ def judge(lease: Lease, result: object, duration: float | None) -> Settlement:
         return _judge(lease, result, duration)
     except Exception as broken:  # a verdict that cannot be read, or a project's own retry policy that raises
         return _failed(lease, broken, duration, policy=RetryPolicy())
+
+
+def judge_list(leases: Sequence[Lease], result: object, duration: float | None) -> list[Settlement]:
+    """The settlements that the result of a list handler, or what it raised, asks for, in the order of the leases.
+
+    A list or tuple holds one result for each message; a mapping those of some messages, by their ids, and the others
+    are delivered; anything else is the result of each. A failure of the whole call is a failure of each.
+    """
+    try:
+        results = _one_for_each(leases, result)
+    except Exception as broken:  # a mapping that cannot be read
+        results = [broken] * len(leases)
+    return [judge(lease, each, duration) for lease, each in zip(leases, results, strict=True)]
+
+
+def _one_for_each(leases: Sequence[Lease], result: object) -> Sequence[object]:
+    name = leases[0].handler.name
+    match result:
+        case list() | tuple():
+            if len(result) == len(leases):
+                return result
+            result = TypeError(f"Handler {name!r} returned {len(result)} verdicts for {len(leases)} messages.")
+        case Mapping():
+            unknown = set(result).difference(lease.id for lease in leases)
+            if not unknown:
+                return [result.get(lease.id) for lease in leases]
+            result = TypeError(f"Handler {name!r} returned verdicts for {unknown!r}, which are no ids of its messages.")
+    return [result] * len(leases)
 
 
 def _judge(lease: Lease, result: object, duration: float | None) -> Settlement:

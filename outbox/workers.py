@@ -5,21 +5,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from django.db import Error, connections
 
 from outbox import delivery
+from outbox.calls import Ended
 from outbox.isolation import SessionWatch
-from outbox.leases import Lease, Settled, Settlement
+from outbox.leases import Lease, Settled
 from outbox.outages import Freshness
 from outbox.slots import Slots
 from outbox.verdicts import judge, timed_out
 
 logger = logging.getLogger("outbox")
 
-Report = Callable[[Lease, Settlement | Settled], None]
+Report = Callable[[Sequence[Ended]], None]  # the ends of one call
 
 
 class Workers:
@@ -54,37 +55,41 @@ class Workers:
     def _work(self) -> None:
         sessions, freshness = SessionWatch(), Freshness()
         try:
-            while (lease := self._slots.take()) is not None:
-                outcome = _deliver(lease, sessions, freshness)
-                if not self._slots.finished(lease):
-                    self._report_late(lease, outcome)
+            while (first := self._slots.take()) is not None:
+                ends = _deliver(first.call, sessions, freshness)
+                if not self._slots.finished(first):
+                    self._report_late(first.call, ends)
                     return  # another thread has taken this one's place
-                self._report(lease, outcome)
+                self._report(ends)
         finally:
             with suppress(Error):  # what cannot be closed is gone
                 connections.close_all()
 
-    def _report_late(self, lease: Lease, outcome: Settlement | Settled) -> None:
+    def _report_late(self, call: Sequence[Lease], ends: Sequence[Ended]) -> None:
         """An abandoned handler returned. In a lane only now may its attempt be settled; elsewhere that is done."""
-        logger.warning("Message %s: its handler returned long after its timeout.", lease.id)
-        if isinstance(outcome, Settled):
-            self._report(lease, outcome)  # committed in the very moment when the time was up
-        elif lease.message.lane is not None:
-            self._report(lease, timed_out(lease))
-        else:
-            self._slots.end(lease)
+        logger.warning("Message %s: its handler returned long after its timeout.", call[0].id)
+        report: list[Ended] = []
+        for lease, end in zip(call, ends, strict=True):
+            if isinstance(end, Settled):
+                report.append(end)  # committed in the very moment when the time was up
+            elif lease.message.lane is not None:
+                report.append(timed_out(lease))
+            else:
+                self._slots.end(lease)
+        self._report(report)
 
 
-def _deliver(lease: Lease, sessions: SessionWatch, freshness: Freshness) -> Settlement | Settled:
+def _deliver(call: Sequence[Lease], sessions: SessionWatch, freshness: Freshness) -> list[Ended]:
     """Run the handler, and clear up after it. Whatever goes wrong with the latter, the outcome stands."""
+    ends: list[Ended]
     try:
-        freshness.renew(lease.using)
-        outcome = delivery.run(lease, watched=sessions.connections)
+        freshness.renew(call[0].using)
+        ends = delivery.run_list(call, watched=sessions.connections)
     except BaseException as error:  # a fault of ours, or connections that a handler has mangled
-        logger.exception("Message %s: its handler could not be judged.", lease.id)
-        outcome = judge(lease, error, None)
+        logger.exception("Message %s: its handler could not be judged.", call[0].id)
+        ends = [judge(lease, error, None) for lease in call]
     try:
         sessions.renew()
     except BaseException:
-        logger.exception("Message %s: what its handler left behind could not be cleared away.", lease.id)
-    return outcome
+        logger.exception("Message %s: what its handler left behind could not be cleared away.", call[0].id)
+    return ends

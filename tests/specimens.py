@@ -207,15 +207,11 @@ ROW_RULES = {
     "holds a lane that it is not leased in": lambda row, where: (
         row["holder"] is not None and (row["holder"] != row["lane"] or row["lease_token"] is None)
     ),
-    "is leased without holding its lane": lambda row, where: (
-        row["lane"] is not None and row["lease_token"] is not None and row["holder"] is None
-    ),
     "sleeps in no lane whose settlements could wake it": lambda row, where: (
         row["state"] == State.PENDING and row["lane"] is None and row["due_at"] is None
     ),
 }
 LANE_RULES = {
-    "has two live leases": lambda words: words.count("leased") > 1,
     "sleeps": lambda words: "parked" in words and not {"due", "leased", "waiting", "blocking"}.intersection(words),
     "has a sleeping head that nobody will wake": lambda words: (
         words[0] == "parked" and not {"due", "leased"}.intersection(words)
@@ -242,6 +238,14 @@ def broken_invariants(found, now):
         for text, rule in LANE_RULES.items()
         if rule(words)
     ]
+    held = [row for row in found if row["lane"] is not None and row["lease_token"] is not None]
+    for lane in {row["lane"] for row in held}:
+        leases = [row for row in held if row["lane"] == lane]
+        if len({row["lease_token"] for row in leases if places[row["id"]] == "leased"}) > 1:
+            wrong.append(f"lane {lane} has the live leases of two claims: {leases}")
+        marks = [row["lease_token"] for row in leases if row["holder"] is not None]
+        if places[min(leases, key=lambda row: row["id"])["id"]] == "leased" and len(marks) != 1:
+            wrong.append(f"lane {lane} is leased without being held: {leases}")
     return wrong
 
 

@@ -14,7 +14,7 @@ from django.test import override_settings
 from django.utils import timezone, translation
 
 from outbox import Bury, Discard, Retry, RetryPolicy, Snooze, Unavailable, handler, signals
-from outbox import delivery as delivery_module
+from outbox import calls as calls_module
 from outbox.delivery import run
 from outbox.leases import Settled, announce, claim, settle
 from outbox.models import Message, Outcome, Reason, State
@@ -670,7 +670,7 @@ def test_an_atomic_handler_whose_commit_hook_raises_has_committed():
 def test_an_atomic_handler_whose_commit_got_no_answer_asks_what_happened(monkeypatch, committed):
     """Scenario 32, for transactional handlers."""
     lease = take(lambda message: Order.objects.create(reference="x"), atomic=True)
-    inner = delivery_module.short_transaction
+    inner = calls_module.short_transaction
 
     from contextlib import contextmanager
 
@@ -682,8 +682,8 @@ def test_an_atomic_handler_whose_commit_got_no_answer_asks_what_happened(monkeyp
                 transaction.set_rollback(True, using=using)
         raise OperationalError("the server closed the connection unexpectedly")
 
-    monkeypatch.setattr(delivery_module, "short_transaction", unanswered)
-    monkeypatch.setattr(delivery_module, "is_loss", lambda connection, error: True)
+    monkeypatch.setattr(calls_module, "short_transaction", unanswered)
+    monkeypatch.setattr(calls_module, "is_loss", lambda connection, error: True)
     outcome = run(lease)
     assert isinstance(outcome, Settled) is committed
     assert Order.objects.count() == int(committed)
@@ -711,7 +711,7 @@ def test_an_atomic_handler_whose_transaction_cannot_be_opened_has_not_run_and_co
 
 def test_a_refusal_at_the_commit_of_an_atomic_handler_is_a_failed_attempt(monkeypatch):
     lease = take(lambda message: Order.objects.create(reference="x"), atomic=True)
-    inner = delivery_module.short_transaction
+    inner = calls_module.short_transaction
 
     from contextlib import contextmanager
 
@@ -721,7 +721,7 @@ def test_a_refusal_at_the_commit_of_an_atomic_handler_is_a_failed_attempt(monkey
             yield
             raise DataError("a deferred constraint")
 
-    monkeypatch.setattr(delivery_module, "short_transaction", refusing)
+    monkeypatch.setattr(calls_module, "short_transaction", refusing)
     outcome = run(lease)
     assert (outcome.outcome, outcome.error.type) == (Outcome.FAILED, "django.db.utils.DataError")
     assert not Order.objects.exists()

@@ -475,9 +475,9 @@ def test_advance_waits_for_the_head_it_relies_on(actors, second_connection):
 def test_a_successor_that_left_its_lane_is_never_relied_on(monkeypatch):
     row, gone = put("account", "a"), put("account", "b")
     monkeypatch.setattr(lanes, "heads", lambda using, ids, **options: {row.lane: (gone.pk, None)})
-    assert again("default", lambda: lanes.successors("default", {row.lane: row.pk}, wait=False)) == {}
+    assert again("default", lambda: lanes.successors("default", {row.lane: [row.pk]}, wait=False)) == {}
     with transaction.atomic(), pytest.raises(Stale):
-        lanes.successors("default", {row.lane: row.pk}, wait=True)
+        lanes.successors("default", {row.lane: [row.pk]}, wait=True)
 
 
 def test_advance_gives_up_on_a_lane_that_keeps_changing(monkeypatch):

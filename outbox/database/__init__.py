@@ -32,6 +32,7 @@ from outbox.database.statements import (
     Still,
     due_candidates,
     due_routes,
+    lane_followers,
     lane_heads,
     locked,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "is_loss",
     "is_race",
     "is_unwritable",
+    "lane_followers",
     "lane_heads",
     "lease_free",
     "locked",

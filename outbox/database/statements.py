@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -123,10 +123,11 @@ def due_candidates(
 
 
 def lane_heads(
-    using: str, table: str, ids: Iterable[int], *, without_self: bool
+    using: str, table: str, ids: Iterable[int], *, without_self: bool, without: Collection[int] = ()
 ) -> list[tuple[int, int | None, int | None]]:
-    """(lane, id of its first row, id of its leased row) for the lanes of these rows, by the index (lane, id) alone.
+    """(lane, id of its first row, id of the row that holds it) for the lanes of these rows, by the indexes alone.
 
+    The first ``without_self``: besides the given one; or besides all rows in ``without``.
     PostgreSQL takes ``lane = x ORDER BY id`` for a walk along the primary key when the lane is frequent: only ``lane >=
     x ORDER BY lane, id`` leaves it no choice. There, MariaDB would walk the whole index.
     """
@@ -134,6 +135,8 @@ def lane_heads(
     name = connection.ops.quote_name(table)
     equal = ">=" if connection.vendor == "postgresql" else "="
     other = "AND h.id <> p.id" if without_self else ""
+    if without:
+        other = f"AND h.id NOT IN ({', '.join(map(str, map(int, without)))})"
     keys = ", ".join(str(int(pk)) for pk in ids)
     with connection.cursor() as cursor:
         cursor.execute(
@@ -143,3 +146,25 @@ def lane_heads(
             f"FROM {name} p WHERE p.id IN ({keys}) AND p.lane IS NOT NULL"
         )
         return [tuple(row) for row in cursor.fetchall()]
+
+
+def lane_followers(using: str, table: str, rows: Iterable[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+    """(lane, id) of the ``count`` rows next to each of the given ones in its lane, in order, by the index alone.
+
+    One range of the index (lane, id) for each; why PostgreSQL compares pairs is said of `lane_heads`.
+    """
+    connection = connections[using]
+    name = connection.ops.quote_name(table)
+    given = [(int(lane), int(pk)) for lane, pk in rows]
+    first = f"ORDER BY m.lane, m.id LIMIT {int(count)}"
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            part = f"SELECT m.lane, m.id FROM {name} m WHERE (m.lane, m.id) > (w.lane, w.id) {first}"
+            listed = "unnest(%s::bigint[], %s::bigint[]) AS w(lane, id)"
+            same = f"SELECT * FROM ({part}) AS k WHERE k.lane = w.lane"
+            arrays = [list(part) for part in zip(*given, strict=True)]
+            cursor.execute(f"SELECT c.* FROM {listed} CROSS JOIN LATERAL ({same}) AS c", arrays)
+        else:
+            part = f"SELECT * FROM (SELECT m.lane, m.id FROM {name} m WHERE m.lane = %s AND m.id > %s {first}) AS k"
+            cursor.execute(" UNION ALL ".join([part] * len(given)), [value for pair in given for value in pair])
+        return sorted(tuple(row) for row in cursor.fetchall())

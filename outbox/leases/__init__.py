@@ -20,7 +20,7 @@ settle                 the outcome, and the next row of the lane leased (as afte
 from outbox.leases.announcing import announce
 from outbox.leases.claiming import Claim, Claimer, claim
 from outbox.leases.holding import Renewal, charge, renew
-from outbox.leases.lease import ALONE_FROM, Lease, draw_token
+from outbox.leases.lease import ALONE_FROM, Lease, draw_token, unbroken
 from outbox.leases.outcomes import Settled, Settlement
 from outbox.leases.settling import settle
 
@@ -38,4 +38,5 @@ __all__ = [
     "draw_token",
     "renew",
     "settle",
+    "unbroken",
 ]

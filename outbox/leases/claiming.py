@@ -16,7 +16,8 @@ from outbox.leases.holding import renew
 from outbox.leases.lease import Lease, draw_token
 from outbox.leases.looking import MOST_HIDING, MOST_SPARE, Obstacles, choose, read
 from outbox.leases.shortcut import lease_at_once, leased_unanswered
-from outbox.leases.taking import Taken, Terms, take
+from outbox.leases.taking import Taken, take
+from outbox.leases.terms import Terms
 from outbox.signals import Event, send
 
 LOOKS = 5  # at other rows, in one claim, when those that were seen cannot be had
@@ -146,11 +147,11 @@ class Claimer:
         self._hiding += len(taken.missed)
         served = {lease.handler.name for lease in taken.leases}
         self._order.sort(key=lambda route: self.routes[route].name in served)  # who was served comes last next time
-        progress = bool(taken.leases or taken.events or taken.parked)
+        progress = bool(taken.leases or taken.events or taken.moved)
         return Claim(
             leases=taken.leases,
             events=taken.events,
-            more=progress and (full or choice.rest or taken.parked),
+            more=progress and (full or choice.rest or taken.moved),
             contended=bool(choice.avoided or taken.missed or taken.stuck),
             lonely=choice.lonely or taken.lonely,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
@@ -14,7 +14,7 @@ from django.db.models import Case, F, Q, When
 
 from outbox.database import Among, ServerNow, Stale, Still
 from outbox.handlers import Envelope, Handler, LeaseView
-from outbox.lanes import pending
+from outbox.lanes import lapses_of, pending
 from outbox.models import Message, State
 
 ALONE_FROM = 2  # lapses in a row after which a message runs alone
@@ -25,6 +25,7 @@ class Lease:
     """One message that this process may deliver until ``deadline`` (monotonic seconds), unless renewed.
 
     ``charged``: the attempt has been taken from the budget. ``run`` counts the hand-overs in a row since ``run_since``.
+    ``company``: the others of the list that is handed to the handler; only the first one has them.
     """
 
     using: str
@@ -37,6 +38,7 @@ class Lease:
     view: LeaseView
     run: int = 0
     run_since: float = 0.0
+    company: Sequence[Lease] = ()
     id: int = field(init=False)
     _envelope: Envelope | None = field(init=False, default=None)
 
@@ -46,6 +48,16 @@ class Lease:
     @property
     def attempt(self) -> int:
         return self.message.attempt
+
+    @property
+    def call(self) -> list[Lease]:
+        """What one call of the handler is given: this one, and its company."""
+        return [self, *self.company]
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no attempt has failed, no lease ran out: only such messages are put into a list with others."""
+        return self.message.spent == int(self.charged) and not self.message.lapses
 
     @property
     def envelope(self) -> Envelope:
@@ -71,6 +83,18 @@ def envelope(message: Message, view: LeaseView) -> Envelope:
     )
 
 
+def unbroken(call: Sequence[Lease], missing: Collection[Lease]) -> list[Lease]:
+    """The leases of a call that can go on without the missing ones: no lane is left with a gap."""
+    gaps: set[int | None] = set()
+    found = []
+    for lease in call:
+        if lease in missing:
+            gaps.add(lease.message.lane)
+        elif lease.message.lane is None or lease.message.lane not in gaps:
+            found.append(lease)
+    return found
+
+
 def draw_token() -> int:
     """A random 63-bit number, never 0."""
     return secrets.randbits(63) or 1
@@ -93,21 +117,24 @@ def grant(
 ) -> list[Lease]:
     """Lease rows that this transaction has locked and found free. Raises Stale when one is not free after all.
 
-    A row that already carries the ``holder`` of its lane makes the unique constraint refuse the second one.
+    The first of each lane holds it. A row that already carries the ``holder`` of its lane makes the unique constraint
+    refuse a second one.
     """
     if not rows:
         return []
     started = time.monotonic()
     free = Q(lease_token=None) | Q(due_at__lte=ServerNow())
     micros = int(seconds * 1_000_000)
+    first: dict[int | None, Message] = {}
+    company = {row.pk for row, _ in rows if row.lane is not None and first.setdefault(row.lane, row) is not row}
+    holder: Any = Case(When(Among(company), then=None), default=F("lane")) if company else F("lane")
     changed = (
         pending(using, [row.pk for row, _ in rows])
         .filter(free)
         .update(
-            # MySQL assigns from left to right and reads what it has just assigned: lapses before lease_token.
-            lapses=Case(When(lease_token=None, then=F("lapses")), default=F("lapses") + 1),
+            lapses=lapses_of(),
             lease_token=token,
-            holder=F("lane"),
+            holder=holder,
             attempt=F("attempt") + 1,
             spent=F("spent") + int(charged),
             due_at=ServerNow() + micros,
@@ -120,7 +147,7 @@ def grant(
     leases = []
     for row, handler in rows:
         row.lapses += row.lease_token is not None
-        row.lease_token, row.holder, row.leased_by = token, row.lane, worker
+        row.lease_token, row.holder, row.leased_by = token, None if row.pk in company else row.lane, worker
         row.attempt += 1
         row.spent += int(charged)
         leases.append(hold(using, row, handler, deadline=started + seconds, charged=charged))

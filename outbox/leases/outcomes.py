@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from outbox.database import ServerNow, Stale
 from outbox.errors import NO_ERROR, ErrorRecord
@@ -13,6 +13,23 @@ from outbox.leases.lease import Lease, fence
 from outbox.models import Attempt, Message, Outcome, Reason, State
 
 Status = Literal["settled", "lost", "busy"]
+
+
+class Row(NamedTuple):
+    """What a settlement reads of a row under its lock."""
+
+    pk: int
+    state: str
+    lease_token: int | None
+    lane: int | None
+    holder: int | None
+    attempt: int
+    spent: int
+    lapses: int
+    reason: str
+    staged_at: datetime
+    deliver_at: datetime | None
+    clock: datetime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +101,13 @@ def write(using: str, closings: Sequence[Closing]) -> None:
     if delivered:
         values = {"state": State.DELIVERED, "settled_at": ServerNow(), "due_at": None, "lane": None}
         _update(using, delivered, values | {"lapses": 0})
+    alike: dict[tuple[object, ...], list[Closing]] = {}
     for each in closings:
         if each.state != State.DELIVERED:
-            _update(using, [each], _values(each))
+            same = (each.state, each.due_at, each.spent, each.lapses, each.reason, each.stays, each.error)
+            alike.setdefault(same, []).append(each)
+    for group in alike.values():
+        _update(using, group, _values(group[0]))
     record(using, [each for each in closings if each.outcome != Outcome.DELIVERED or each.attempt > 1])
 
 

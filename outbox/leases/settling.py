@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
 
 from django.db import Error, connections
 
@@ -15,8 +14,9 @@ from outbox import lanes
 from outbox.conf import options
 from outbox.database import Among, ServerNow, again, is_loss, locked, with_clock
 from outbox.handlers import Handler, registry
+from outbox.leases import runs
 from outbox.leases.lease import ALONE_FROM, Lease, draw_token, grant, hold
-from outbox.leases.outcomes import Closing, Settled, Settlement, write
+from outbox.leases.outcomes import Closing, Row, Settled, Settlement, write
 from outbox.leases.shortcut import deliver_at_once
 from outbox.models import Message, Outcome, Reason, State
 
@@ -24,22 +24,6 @@ LONGEST_RUN = 20  # messages of one lane handed over in a row
 LONGEST_RUN_SECONDS = 5.0  # then other processes get their chance
 LONGEST_WAIT = 100 * 365 * 86_400.0  # seconds: no verdict, however absurd, may exceed what a datetime can hold
 PAUSES = (0.0, 0.002, 0.01, 0.03)  # before each try: a claim that looks at a lane is gone in a moment
-
-
-class _Row(NamedTuple):
-    """What a settlement reads of a row under its lock."""
-
-    pk: int
-    state: str
-    lease_token: int | None
-    lane: int | None
-    attempt: int
-    spent: int
-    lapses: int
-    reason: str
-    staged_at: datetime
-    deliver_at: datetime | None
-    clock: datetime
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,9 +90,12 @@ def settle(
 def _settle(group: _Group) -> None:
     group.results = []
     ours = _sort(group)
-    in_lanes = {row.lane: row.pk for _, row in ours if row.lane is not None}
+    in_lanes: dict[int, list[int]] = {}
+    for _, row in ours:
+        if row.lane is not None:
+            in_lanes.setdefault(row.lane, []).append(row.pk)
     successors = lanes.successors(group.using, in_lanes, wait=group.patient, whole=group.hand_over is not None)
-    free: list[tuple[Settled, _Row]] = []
+    free: list[tuple[Settled, Row]] = []
     closings: list[Closing] = []
     for each, row in ours:
         if row.lane is not None and row.lane not in successors:
@@ -122,12 +109,12 @@ def _settle(group: _Group) -> None:
     _go_on(group, free, successors)
 
 
-def _sort(group: _Group) -> list[tuple[Settled, _Row]]:
+def _sort(group: _Group) -> Sequence[tuple[Settled, Row]]:
     """Lock the rows and compare the tokens; the result of each lands in ``group.results``, what is ours is returned."""
     messages = Message.objects.using(group.using)
     ids = [each.lease.id for each in group.settlements]
     look = locked(with_clock(messages.filter(Among(ids)).order_by("pk")), skip=not group.patient)
-    rows = {row.pk: row for row in map(_Row._make, look.values_list(*_Row._fields))}
+    rows = {row.pk: row for row in map(Row._make, look.values_list(*Row._fields))}
     missing = set(ids).difference(rows)
     there = set(messages.filter(Among(missing)).values_list("pk", flat=True)) if missing else set()
     ours = []
@@ -144,10 +131,10 @@ def _sort(group: _Group) -> list[tuple[Settled, _Row]]:
         elif group.recheck and _was_ours(each, row):
             result = _recognised(group, each)
         group.results.append(result)
-    return ours
+    return runs.in_order(group.results, ours, {row.pk for row in rows.values() if row.lane is not None})
 
 
-def _out_of_patience(settlement: Settlement, row: _Row) -> Settlement:
+def _out_of_patience(settlement: Settlement, row: Row) -> Settlement:
     """An outage costs no budget, until the message is old; from then on it is a failure like any other."""
     since = row.staged_at if row.deliver_at is None else max(row.staged_at, row.deliver_at)
     if settlement.outcome != Outcome.UNAVAILABLE or (row.clock - since).total_seconds() < options().OUTAGE_PATIENCE:
@@ -157,7 +144,7 @@ def _out_of_patience(settlement: Settlement, row: _Row) -> Settlement:
     return replace(settlement, refund=False, state=State.DEAD, reason=Reason.EXHAUSTED)
 
 
-def _was_ours(settlement: Settlement, row: _Row) -> bool:
+def _was_ours(settlement: Settlement, row: Row) -> bool:
     """Whether a row is as our own commit would have left it: not as a claim (a lapse) or an operator leaves it."""
     as_written = (settlement.lease.attempt, settlement.state, settlement.reason)
     return row.lease_token is None and row.lapses == 0 and (row.attempt, row.state, row.reason) == as_written
@@ -187,7 +174,7 @@ def _continue(before: Lease, after: Lease) -> Lease:
     return after
 
 
-def _closing(settlement: Settlement, row: _Row) -> Closing:
+def _closing(settlement: Settlement, row: Row) -> Closing:
     refund = settlement.refund and settlement.lease.charged and row.spent > 0
     duration = settlement.duration
     again_at = row.clock + timedelta(seconds=min(settlement.wait, LONGEST_WAIT))
@@ -210,13 +197,19 @@ def _closing(settlement: Settlement, row: _Row) -> Closing:
     )
 
 
-def _go_on(group: _Group, settled: Sequence[tuple[Settled, _Row]], successors: lanes.Successors) -> None:
+def _go_on(group: _Group, settled: Sequence[tuple[Settled, Row]], successors: lanes.Successors) -> None:
     """Lease the next message of each lane whose turn has come, or wake it."""
     over: list[tuple[Settled, Message, Handler]] = []
     wake: list[int] = []
+    turns: dict[int, bool] = {}
     for each, row in settled:
         head = None if row.lane is None else successors[row.lane]
-        if head is None or not lanes.has_its_turn(head, after=row.pk, stays=each.settlement.stays):
+        if row.lane is not None and head is not None:
+            turn = lanes.has_its_turn(head, after=row.pk, stays=each.settlement.stays)
+            turns[row.lane] = turn and turns.get(row.lane, True)
+    for each, row in settled:
+        head = successors[row.lane] if row.lane is not None and turns.pop(row.lane, False) else None
+        if head is None:
             continue
         handler = _may_follow(group, each.settlement.lease, head)
         if handler is not None:
@@ -236,8 +229,8 @@ def _may_follow(group: _Group, lease: Lease, head: Message) -> Handler | None:
     if group.hand_over is None:
         return None
     handler = registry.by_route(head.route)
-    if handler is None or handler.name != lease.handler.name:
-        return None
+    if handler is None or handler.name != lease.handler.name or handler.batch:
+        return None  # a list handler gets the next run by a claim
     if head.lease_token is not None or head.lapses >= ALONE_FROM or head.spent >= handler.max_attempts:
         return None
     if head.expires_at is not None and head.expires_at <= head.clock:

@@ -13,7 +13,7 @@ from outbox.lanes import pending
 from outbox.leases.holding import renew
 from outbox.leases.lease import Lease, hold
 from outbox.leases.outcomes import Settled, Settlement
-from outbox.leases.taking import Terms
+from outbox.leases.terms import Terms
 from outbox.models import Message, State
 
 LATE = 0.2  # of a lease: a claim that took longer renews it

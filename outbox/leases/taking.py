@@ -5,7 +5,7 @@ Rows that must not start are settled on the spot: those that expired, and those 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -15,9 +15,11 @@ from outbox import lanes
 from outbox.database import ServerNow, locked, with_clock
 from outbox.errors import ErrorRecord
 from outbox.handlers import Handler
+from outbox.leases import runs
 from outbox.leases.announcing import event_of
 from outbox.leases.lease import ALONE_FROM, Lease, grant
 from outbox.leases.outcomes import Closing, record, write
+from outbox.leases.terms import Terms
 from outbox.models import Message, Outcome, Reason, State
 from outbox.signals import Event
 
@@ -25,31 +27,10 @@ SNOOZE = 500_000  # microseconds that a lane with a lastingly locked target is l
 
 
 @dataclass(slots=True, kw_only=True)
-class Terms:
-    """On which terms one claim is made; ``room`` is how many messages each handler (by name) may get.
-
-    The first ``start`` messages are charged. ``solo``: the one row that is claimed may be one that must run alone.
-    ``only``: touch no other rows than the chosen ones. ``lasting``: lanes whose knocks are snoozed if they are stuck.
-    """
-
-    using: str
-    worker: str
-    seconds: float
-    token: int
-    limit: int
-    start: int
-    room: dict[str, int]
-    routes: Mapping[str, Handler]
-    solo: bool = False
-    only: bool = False
-    lasting: Collection[int] = ()
-
-
-@dataclass(slots=True, kw_only=True)
 class Taken:
     """What the transaction did. ``missed``: chosen rows that were not to be had; ``stuck``: lanes with a locked target.
 
-    ``parked``: rows were put to sleep or snoozed, so the next look sees others; ``lonely``: one must run alone.
+    ``moved``: rows were put to sleep, snoozed or woken, so the next look sees others; ``lonely``: one must run alone.
     """
 
     leases: list[Lease] = field(default_factory=list)
@@ -57,7 +38,7 @@ class Taken:
     missed: set[int] = field(default_factory=set)
     stuck: set[int] = field(default_factory=set)
     lanes: set[int] = field(default_factory=set)
-    parked: bool = False
+    moved: bool = False
     lonely: bool = False
 
 
@@ -73,6 +54,8 @@ def take(chosen: Sequence[int], terms: Terms) -> Taken:
     taken = Taken(missed=set(chosen).difference(row.pk for row in rows), lanes=set(targets.lanes))
     start, closings = _judge(sorted(ready, key=lambda row: place.get(row.pk, -1)), terms, targets, taken)
     _close(closings, terms, targets, taken)
+    start = runs.extend(start, terms, rows)
+    _leave_out(start, targets)
     if not terms.only:
         _park(in_lanes, terms, targets, taken)
     _grant(start, terms, taken)
@@ -149,7 +132,7 @@ def _lapse(row: Message, outcome: Outcome) -> Closing:
 
 def _close(closings: Sequence[tuple[Message, Closing]], terms: Terms, targets: lanes.Targets, taken: Taken) -> None:
     """Settle rows and wake who comes next; a row whose successor is locked by somebody is left for another claim."""
-    in_lanes = {row.lane: row.pk for row, _ in closings if row.lane is not None}
+    in_lanes = {row.lane: [row.pk] for row, _ in closings if row.lane is not None}
     successors = lanes.successors(terms.using, in_lanes, wait=False)
     done: list[Closing] = []
     wake: list[int] = []
@@ -168,6 +151,16 @@ def _close(closings: Sequence[tuple[Message, Closing]], terms: Terms, targets: l
                 wake.append(head.pk)
     write(terms.using, done)
     lanes.wake(terms.using, wake)
+    taken.moved = bool(wake)
+
+
+def _leave_out(start: Sequence[tuple[Message, Handler]], targets: lanes.Targets) -> None:
+    """Let rows that start behind their head sleep behind nobody."""
+    starting = {row.pk for row, _ in start}
+    for lane, each in list(targets.behind.items()):
+        each.rows = [row for row in each.rows if row.pk not in starting]
+        if not each.rows:
+            del targets.behind[lane]
 
 
 def _park(in_lanes: Sequence[Message], terms: Terms, targets: lanes.Targets, taken: Taken) -> None:
@@ -175,17 +168,23 @@ def _park(in_lanes: Sequence[Message], terms: Terms, targets: lanes.Targets, tak
     for row in in_lanes:
         if row.lane in targets.stuck and row.lane in terms.lasting:
             late.setdefault(row.lane, []).append(row)
-    taken.parked = bool(targets.behind or late)
+    taken.moved = taken.moved or bool(targets.behind or late)
+    _tell_lapses([row for each in targets.behind.values() for row in each.rows], terms, taken)
     lanes.wake(terms.using, [row.pk for row in targets.asleep])
     lanes.park(terms.using, targets.behind)
     lanes.snooze(terms.using, late, SNOOZE)
 
 
 def _grant(start: Sequence[tuple[Message, Handler]], terms: Terms, taken: Taken) -> None:
-    lapses = [(row, _lapse(row, Outcome.LAPSED)) for row, _ in start if row.lease_token is not None]
-    taken.events += [event_of(terms.using, row, closing) for row, closing in lapses]
-    record(terms.using, [closing for _, closing in lapses])
+    _tell_lapses([row for row, _ in start], terms, taken)
     for part, charged in ((start[: terms.start], True), (start[terms.start :], False)):
         taken.leases += grant(
             terms.using, part, token=terms.token, worker=terms.worker, seconds=terms.seconds, charged=charged
         )
+
+
+def _tell_lapses(rows: Sequence[Message], terms: Terms, taken: Taken) -> None:
+    """Record the leases that ran out; those of a run do so when their rows are put to sleep behind their head."""
+    lapses = [(row, _lapse(row, Outcome.LAPSED)) for row in rows if row.lease_token is not None]
+    taken.events += [event_of(terms.using, row, closing) for row, closing in lapses]
+    record(terms.using, [closing for _, closing in lapses])

@@ -58,6 +58,7 @@ def _as_data(handler: Handler) -> dict[str, Any]:
         "dead_head": handler.dead_head,
         "atomic": handler.atomic,
         "async": handler.is_async,
+        "batch": handler.batch,
         "payload_versions": list(handler.payload_versions),
         "aliases": list(handler.aliases),
     }
@@ -66,6 +67,8 @@ def _as_data(handler: Handler) -> dict[str, Any]:
 def _as_row(handler: Handler) -> tuple[object, ...]:
     policy = handler.policy
     further = [word for word, given in (("atomic", handler.atomic), ("async", handler.is_async)) if given]
+    if handler.batch is not None:
+        further.append(f"lists of {handler.batch}")
     if handler.payload_versions != (1,):
         further.append(f"versions {', '.join(map(str, handler.payload_versions))}")
     if handler.aliases:
