@@ -19,9 +19,9 @@ import time
 from typing import Any
 
 import bare
-from ground import Sheet, arguments, dispatcher, drain, empty, fill, rate, scratch_databases
+from ground import Sheet, arguments, dispatcher, empty, fill, rate, scratch_databases
 
-SHARES = {"100 lanes": 0.5, "50,000 lanes": 0.5}  # of our own unordered
+SHARES = {"1 lane, lists of 100": 0.3, "100 lanes": 0.5, "50,000 lanes": 0.5}  # of our own unordered
 MESSAGE_BY_MESSAGE = 1_000.0  # a second, in one lane
 STEP_RATIO = 1.5  # of claim and settlement, at the whole backlog compared with a tenth
 FIRST_SECONDS = 2.5  # until the first of the other lanes, behind a blocked one
@@ -29,8 +29,10 @@ BLOCKED_SHARE = 0.25  # of our own unordered: all of the other lanes
 LATER_SHARE = 0.9  # of the rate without a parked backlog
 UNORDERED = "benchmark.noop"
 ORDERED = "benchmark.ordered"
+LISTED = "benchmark.listed"
 BLOCKED_LANE = 7
 BATCH = 100
+LONGEST = 120.0  # seconds of one case
 
 
 class Clock:
@@ -47,9 +49,9 @@ class Clock:
 CLOCK = Clock()
 
 
-def fill_lanes(connection: Any, rows: int, lanes: int, prefix: str = "row") -> None:
+def fill_lanes(connection: Any, rows: int, lanes: int, prefix: str = "row", topic: str = ORDERED) -> None:
     """Due messages that take the lanes in turn."""
-    fill(connection, rows, prefix=prefix, topic=ORDERED, lane=f"1000 + n % {lanes}")
+    fill(connection, rows, prefix=prefix, topic=topic, lane=f"1000 + n % {lanes}")
 
 
 def rate_for(topic: str, seconds: float) -> float:
@@ -65,9 +67,30 @@ def rate_for(topic: str, seconds: float) -> float:
     return float(count / elapsed)
 
 
+def rate_until(topic: str, count: int, using: str = "default") -> float:
+    """Messages a second of one dispatcher until it has delivered so many."""
+    work = dispatcher([topic], using=using, mode="run")
+    thread = threading.Thread(target=work.run)
+    start = time.perf_counter()
+    thread.start()
+    while work.counts["delivered"] < count:
+        if time.perf_counter() - start > LONGEST:
+            raise SystemExit(f"{work.counts} after {LONGEST:g} s instead of {count}: no measurement.")
+        time.sleep(0.005)
+    elapsed = time.perf_counter() - start
+    work.stop()
+    thread.join()
+    return count / elapsed
+
+
 def rates(connection: Any, sheet: Sheet, *, rows: int, seconds: float, rounds: int) -> float:
     """Each case in turn; returns our rate without order."""
-    cases = {"1 lane, message by message": 1, "100 lanes": 100, "50,000 lanes": 50_000}
+    cases = {
+        "1 lane, message by message": (ORDERED, 1),
+        "1 lane, lists of 100": (LISTED, 1),
+        "100 lanes": (ORDERED, 100),
+        "50,000 lanes": (ORDERED, 50_000),
+    }
     found: dict[str, list[float]] = {name: [] for name in ("bare loop", "unordered", *cases)}
     for _ in range(rounds):
         empty(connection)
@@ -76,10 +99,10 @@ def rates(connection: Any, sheet: Sheet, *, rows: int, seconds: float, rounds: i
         empty(connection)
         fill(connection, rows, prefix="row", topic=UNORDERED)
         found["unordered"].append(rate_for(UNORDERED, seconds))
-        for name, lanes in cases.items():
+        for name, (topic, lanes) in cases.items():
             empty(connection)
-            fill_lanes(connection, rows, lanes)
-            found[name].append(rate_for(ORDERED, seconds))
+            fill_lanes(connection, rows, lanes, topic=topic)
+            found[name].append(rate_for(topic, seconds))
     for name, values in found.items():
         sheet.note(name, values, "/s")
     for name in ("unordered", *cases):
@@ -146,17 +169,17 @@ def blocked(connection: Any, clean: Any, sheet: Sheet, *, rows: int, rounds: int
         fill_lanes(connection, others, others // 10, "other")
         CLOCK.first = None
         start = time.perf_counter()
-        all_of_them.append(rate(lambda: drain([ORDERED]), others))
+        all_of_them.append(rate_until(ORDERED, others))
         assert CLOCK.first is not None
         first.append(CLOCK.first - start)
         fill_lanes(connection, others, others // 10, "later")
-        later.append(rate(lambda: drain([ORDERED]), others))
+        later.append(rate_until(ORDERED, others))
         empty(clean)
         fill_lanes(clean, others, others // 10, "later")
-        without.append(rate(lambda: drain([ORDERED], using=clean.alias), others))
+        without.append(rate_until(ORDERED, others, clean.alias))
         empty(clean)
         fill(clean, others, prefix="row", topic=UNORDERED)
-        unordered.append(rate(lambda: drain([UNORDERED], using=clean.alias), others))
+        unordered.append(rate_until(UNORDERED, others, clean.alias))
     sheet.note("blocked lane: first of the others after", first, "s")
     sheet.demand("blocked lane: first of the others after", at_most=FIRST_SECONDS)
     sheet.note("blocked lane: all of the others", all_of_them, "/s")
@@ -175,6 +198,7 @@ def main() -> int:
 
         handler(UNORDERED, ordering="none")(lambda message: None)
         handler(ORDERED)(CLOCK.note)
+        handler(LISTED, batch=BATCH)(lambda messages: None)
         sheet = Sheet(quick=given.quick)
         print(f"{connection.display_name}: a backlog of {rows:,}, {seconds:g} s of each, {rounds} rounds")
         rates(connection, sheet, rows=rows, seconds=seconds, rounds=rounds)
