@@ -24,7 +24,7 @@ from outbox.models import Message
 
 logger = logging.getLogger("outbox")
 
-SHARE = 0.04  # of its time that a process may spend on notifying
+SHARE = 0.08  # of its time that a process may spend on notifying
 SAVED = 0.005  # seconds of it that can be saved up, so that the first of a few commits are all told at once
 CHEAPEST = 0.0002  # seconds that a notification is taken to cost at least: the receivers pay, too
 SILENCE = 0.25  # seconds without a notification, at most, however long one takes
