@@ -38,11 +38,11 @@ def fetch(connection: Any, sql: str, params: Sequence[Any]) -> list[Any]:
     cursor = _take_cursor(connection) if is_unobserved(connection) else None
     if cursor is None:
         with connection.cursor() as observed:
-            observed.execute(sql, params)
+            observed.execute(sql, params or None)
             return list(observed.fetchall())
     connection.validate_no_broken_transaction()
     with connection.wrap_database_errors:
-        cursor.execute(sql, params)
+        cursor.execute(sql, params or None)
         rows: list[Any] = cursor.fetchall()
     connection._outbox_cursor = cursor  # for the next time; after an error there is a new one
     return rows

@@ -11,6 +11,7 @@ from typing import Any
 from django.db import connections, models
 
 from outbox.database.clock import now_sql
+from outbox.database.direct import fetch
 
 
 def increment_unlocked(
@@ -27,7 +28,7 @@ def increment_unlocked(
     name, column, still = connection.ops.quote_name(table), connection.ops.quote_name(column), _still(connection)
     where, params = _unlocked(connection, name, ("lease_token", column), rows, f"{still}state = 'pending'")
     sql = f"UPDATE {name} SET {column} = {column} + 1 WHERE {where} RETURNING id, lease_token"
-    return set(_fetch(connection, sql, params))
+    return set(fetch(connection, sql, params))
 
 
 def deliver_unlocked(using: str, table: str, rows: Sequence[tuple[int, int]]) -> set[int]:
@@ -43,7 +44,7 @@ def deliver_unlocked(using: str, table: str, rows: Sequence[tuple[int, int]]) ->
         connection, name, ("lease_token",), rows, f"{still}state = 'pending' AND {still}lane IS NULL"
     )
     changes = f"state = 'delivered', settled_at = {now}, due_at = NULL, lease_token = NULL, lapses = 0"
-    return {pk for (pk,) in _fetch(connection, f"UPDATE {name} SET {changes} WHERE {where} RETURNING id", params)}
+    return {pk for (pk,) in fetch(connection, f"UPDATE {name} SET {changes} WHERE {where} RETURNING id", params)}
 
 
 def lease_free(
@@ -79,7 +80,7 @@ def lease_free(
         f"spent = spent + CASE WHEN id IN ({_listed(charged)}) THEN 1 ELSE 0 END "
         f"WHERE {where} RETURNING {columns}"
     )
-    return _instances(model, connection, _fetch(connection, sql, [worker, *params]))
+    return _instances(model, connection, fetch(connection, sql, [worker, *params]))
 
 
 def _can_return_rows(connection: Any) -> bool:
@@ -127,21 +128,12 @@ def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, map(int, numbers))) or "NULL"
 
 
-def _fetch(connection: Any, sql: str, params: Sequence[Any]) -> list[Any]:
-    with connection.cursor() as cursor:
-        cursor.execute(sql, params or None)
-        found: list[Any] = cursor.fetchall()
-        return found
-
-
 def _instances(model: type[models.Model], connection: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
     """Instances of rows that have every column, in the order of the fields. A raw queryset takes twice as long."""
-    fields = model._meta.concrete_fields
-    names = [each.attname for each in fields]
-    own = [(place, each.get_db_converters(connection)) for place, each in enumerate(fields)]
-    backend = connection.ops.get_db_converters
-    backends = [(place, backend(each.get_col(model._meta.db_table))) for place, each in enumerate(fields)]
-    converters = [(place, function) for place, functions in [*backends, *own] for function in functions]
+    known = connection.__dict__.setdefault("_outbox_converters", {})
+    if model not in known:
+        known[model] = _converters(model, connection)
+    names, converters = known[model]
     found = []
     for row in rows:
         values = list(row)
@@ -149,3 +141,13 @@ def _instances(model: type[models.Model], connection: Any, rows: Sequence[Sequen
             values[place] = convert(values[place], None, connection)
         found.append(model.from_db(connection.alias, names, values))
     return found
+
+
+def _converters(model: type[models.Model], connection: Any) -> tuple[list[str], list[tuple[int, Any]]]:
+    """The names of a model's columns, and what turns their values into Python's, in turn, by place."""
+    fields = model._meta.concrete_fields
+    backend = connection.ops.get_db_converters
+    backends = [(place, backend(each.get_col(model._meta.db_table))) for place, each in enumerate(fields)]
+    own = [(place, each.get_db_converters(connection)) for place, each in enumerate(fields)]
+    converters = [(place, function) for place, functions in [*backends, *own] for function in functions]
+    return [each.attname for each in fields], converters
