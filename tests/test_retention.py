@@ -216,6 +216,36 @@ def test_locked_rows_are_left_for_the_next_time(second_connection, database_kind
     assert prune("default") == Pruned(delivered=1)
 
 
+@pytest.mark.timeout(30)
+def test_a_locked_row_behind_all_others_is_tried_once(second_connection, database_kind):
+    if database_kind == "sqlite":
+        pytest.skip("SQLite has no row locks")
+    free, locked = rows.delivered(32 * DAY), rows.delivered(31 * DAY)
+    lock(second_connection(), "SELECT id FROM outbox_message WHERE id = %s FOR UPDATE", [locked.pk])
+    result = prune("default")
+    assert (result.delivered, result.busy) == (1, 1)
+    assert free.pk not in ids()
+
+
+def test_pruning_locks_no_row_but_those_that_it_prunes(second_connection, database_kind):
+    if database_kind == "sqlite":
+        pytest.skip("SQLite has no row locks")
+    pending, _ = rows.message(), rows.delivered(31 * DAY)
+    other, seen = second_connection(), []
+
+    def look(execute, sql, params, many, context):
+        result = execute(sql, params, many, context)
+        if sql.startswith("DELETE") and "outbox_message" in sql:
+            with other.cursor() as cursor:
+                cursor.execute("SELECT id FROM outbox_message WHERE id = %s FOR UPDATE SKIP LOCKED", [pending.pk])
+                seen.extend(cursor.fetchall())
+        return result
+
+    with connection.execute_wrapper(look):
+        assert prune("default").delivered == 1
+    assert seen[0] == (pending.pk,)
+
+
 def test_a_duplicate_being_staged_delays_only_its_own_row(second_connection, database_kind):
     """On MariaDB the open transaction of a restager holds a lock on the entry of the event key."""
     if database_kind == "sqlite":
