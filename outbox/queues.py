@@ -23,14 +23,14 @@ class Queues(dict[str, deque[Lease]]):
         """Take what the next call of a handler gets: one lease, or as many as may go into one list.
 
         Those of one route, and all or none of a run of a lane: nobody else may start in that lane meanwhile. A message
-        with a failure or a lapse behind it goes alone, so that it can take no others along.
+        with a failure, an outage or a lapse behind it goes alone, so that it can take no others along.
         """
         queue = self[name]
         first = queue[0]
         call: list[Lease] = []
         while queue:
             unit = _unit(queue)
-            alone = not unit[0].is_fresh or unit[0].message.route != first.message.route
+            alone = not unit[0].is_blameless or unit[0].message.route != first.message.route
             if call and (alone or len(call) + len(unit) > first.handler.size):
                 break
             for _ in unit:

@@ -159,9 +159,11 @@ class Settler:
 
     def _end_of_group(self) -> int:
         """How many outcomes go into the next group: no run of a lane is cut, for it is settled as a whole."""
-        lanes = [each.lease.message.lane for each in self._outcomes]
         end = self._batch
-        while end < len(lanes) and lanes[end] is not None and lanes[end] == lanes[end - 1]:
+        while end < len(self._outcomes):
+            lane = self._outcomes[end].lease.message.lane
+            if lane is None or lane != self._outcomes[end - 1].lease.message.lane:
+                break
             end += 1
         return end
 

@@ -29,19 +29,31 @@ from outbox import (
 from outbox.conf import options
 from outbox.delivery import run_list
 from outbox.explain import explain
-from outbox.leases import Claimer, charge, claim, renew, settle
+from outbox.leases import Claimer, charge, claim, renew, settle, unbroken
 from outbox.models import Attempt, Message, Outcome, Reason, State
-from outbox.operations import discard
+from outbox.operations import discard, requeue
 from outbox.registry import registry
 from outbox.slots import Slots
 from outbox.verdicts import judge_list, release
 from tests import rows
+from tests import test_interleavings as interleavings
 from tests.running import Gate, dispatching, drain, fresh, outcomes, put, settled, state
-from tests.specimens import check_invariants, lapse, locked_elsewhere, rows_can_be_locked
+from tests.specimens import (
+    BUDGET,
+    VERDICTS,
+    check_invariants,
+    claimer,
+    lapse,
+    locked_elsewhere,
+    rows_can_be_locked,
+    verdict,
+)
+from tests.test_interleavings import cast
 from tests.testapp.models import Order
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
+__all__ = ["cast"]
 
 NOW = RetryPolicy(max_attempts=3, base=0, jitter=False)  # a failed message is due again at once
 LATER = RetryPolicy(max_attempts=3, base=60, factor=1, jitter=False)
@@ -412,6 +424,31 @@ def test_a_snoozed_message_may_go_into_lists_again(calls):
         put("job", n)
     drain()
     assert calls == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_one_message_that_calls_the_other_side_unavailable_holds_up_its_list_once(calls):
+    def refused(messages):
+        if any(each.payload == 1 for each in messages):
+            raise Unavailable("down", after=0)
+
+    listing(calls, verdict=refused)
+    found = [put("job", n) for n in range(3)]
+    with dispatching():
+        wait_until(lambda: settled(found[0], found[2]))
+    assert calls[0] == [0, 1, 2]
+    assert all(len(call) == 1 for call in calls[1:])
+    assert (state(found[1]), fresh(found[1]).spent) == (State.PENDING, 0)
+
+
+def test_a_requeued_message_is_tried_alone(calls):
+    listing(calls, verdict=lambda messages: [Bury("x") for _ in messages] if len(calls) == 1 else None)
+    row = put("job", 0)
+    drain()
+    requeue("default", [row.pk])
+    put("job", 1)
+    put("job", 2)
+    drain()
+    assert sorted(calls[1:]) == [[0], [1, 2]]
 
 
 def test_a_message_whose_lease_ran_out_is_never_with_others(calls):
@@ -920,3 +957,41 @@ def test_the_first_attempt_of_a_delivered_list_leaves_no_record(calls):
         put("job", n, ordering_key="a")
     drain()
     assert not Attempt.objects.exists()
+
+
+# --- interleavings ----------------------------------------------------------------------------------------------------
+
+
+class World(interleavings.World):
+    """Actors that claim runs, and settle each as a whole."""
+
+    def claim(self):
+        limit, alone, start = self.chance.randint(2, 5), self.chance.random() < 0.5, self.chance.choice([None, 0])
+        seconds, ends = self.chance.choice([60, 60, -1]), self.chance.random() < 0.7
+        names = [self.chance.choice(["delivered", "delivered", *VERDICTS]) for _ in range(limit)]
+
+        def job():
+            leases = claimer().claim(limit, seconds=seconds, start=start, alone=alone).leases
+            self.granted += leases
+            if not ends:
+                return
+            charged = charge("default", [lease for lease in leases if not lease.charged])
+            missing = [lease for lease in leases if not lease.charged and lease not in charged]
+            held = unbroken(leases, missing)
+            left = [verdict(lease, name) for lease, name in zip(held, names, strict=False)]
+            left += [release(lease) for lease in leases if lease not in held]
+            for _ in range(10):
+                left = [each.settlement for each in settle("default", left) if each.status == "busy"]
+                if not left:
+                    break
+
+        return job
+
+
+def test_no_interleaving_of_runs_breaks_an_invariant(monkeypatch, cast):
+    monkeypatch.setattr(interleavings, "World", World)
+    monkeypatch.setattr(interleavings, "NAMES", ("bulk", "stock"))
+    policy = RetryPolicy(max_attempts=BUDGET, base=60, factor=1, jitter=False)
+    handler("bulk", batch=4, retry=policy)(lambda messages: None)
+    handler("stock", batch=4, retry=policy, dead_head="block")(lambda messages: None)
+    interleavings.run(cast, interleavings.SECONDS, least=10)

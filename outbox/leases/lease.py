@@ -13,10 +13,12 @@ from typing import Any
 from django.db.models import Case, F, Q, When
 
 from outbox.database import Among, ServerNow, Stale, Still
+from outbox.exceptions import Snooze
 from outbox.handlers import Envelope, Handler, LeaseView
 from outbox.lanes import lapses_of, pending
 from outbox.models import Message, State
 
+_NO_BLAME = ("", f"{Snooze.__module__}.{Snooze.__qualname__}")
 ALONE_FROM = 2  # lapses in a row after which a message runs alone
 
 
@@ -55,9 +57,9 @@ class Lease:
         return [self, *self.company]
 
     @property
-    def is_fresh(self) -> bool:
-        """Whether no attempt has failed, no lease ran out: only such messages are put into a list with others."""
-        return self.message.spent == int(self.charged) and not self.message.lapses
+    def is_blameless(self) -> bool:
+        """Whether it may go into a list with others."""
+        return is_blameless(self.message, spent=int(self.charged))
 
     @property
     def envelope(self) -> Envelope:
@@ -81,6 +83,14 @@ def envelope(message: Message, view: LeaseView) -> Envelope:
         staged_at=message.staged_at,
         lease=view,
     )
+
+
+def is_blameless(row: Message, *, spent: int = 0) -> bool:
+    """Whether no attempt has failed, none found the other side away, and no lease ran out: only such go into lists.
+
+    Whatever else is to blame for that, it cannot happen again to a whole list because of one message. A snooze is fine.
+    """
+    return row.spent == spent and not row.lapses and row.error_type in _NO_BLAME
 
 
 def unbroken(call: Sequence[Lease], missing: Collection[Lease]) -> list[Lease]:

@@ -1,7 +1,7 @@
 """Runs: several messages of one lane in one list. One claim leases them, and one settlement settles them, in order.
 
-The head of the lane comes first and holds it. A run is made of messages without a failure or a lapse behind them, next
-to each other in the lane. It leaves no gap: what comes behind a message that stays in the lane is given back, whatever
+The head of the lane comes first and holds it. A run is made of blameless messages (`is_blameless`), next to each
+other in the lane. It leaves no gap: what comes behind a message that stays in the lane is given back, whatever
 its handler made of it, and is handed over again after that one.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 
 from outbox import lanes
 from outbox.handlers import Handler
+from outbox.leases.lease import is_blameless
 from outbox.leases.outcomes import Row, Settled, Settlement
 from outbox.leases.terms import Terms
 from outbox.models import Message, Outcome, State
@@ -31,7 +32,7 @@ def extend(
     heads: dict[int | None, tuple[Message, Handler]] = {
         row.lane: (row, handler)
         for row, handler in start
-        if handler.size > 1 and row.lane is not None and _is_fresh(row)
+        if handler.size > 1 and row.lane is not None and row.lease_token is None and is_blameless(row)
     }
     left = terms.limit - len(start)
     mixed = 0 < terms.start < terms.limit  # some would be charged now, and others later
@@ -54,14 +55,11 @@ def extend(
     return [each for row, handler in start for each in runs.get(row.lane, [(row, handler)])]
 
 
-def _is_fresh(row: Message) -> bool:
-    return row.spent == 0 and row.lapses == 0 and row.lease_token is None
-
-
 def _may_follow(head: Message, row: Message) -> bool:
+    free = row.lease_token is None
     due = row.due_at is None or row.due_at <= row.clock
     lasting = row.expires_at is None or row.expires_at > row.clock
-    return row.state == State.PENDING and row.route == head.route and due and lasting and _is_fresh(row)
+    return row.state == State.PENDING and row.route == head.route and due and lasting and free and is_blameless(row)
 
 
 def in_order(results: Sequence[Settled], ours: Ours, left: Collection[int]) -> Ours:
