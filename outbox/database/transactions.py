@@ -143,7 +143,8 @@ def has_open_transaction(connection: Any) -> bool:
             return bool(connection.connection.in_transaction)
     if connection.vendor == "postgresql":
         info = getattr(connection.connection, "info", None)
-        ended = getattr(connection.connection, "broken", False)  # by the server; psycopg 2 cannot tell
+        # Ended by the server, not closed by somebody here. psycopg 2 says so by a number.
+        ended = getattr(connection.connection, "broken", connection.connection.closed == 2)
         return info is not None and int(info.transaction_status) != 0 and not ended
     try:
         if connection.mysql_is_mariadb:
