@@ -297,4 +297,19 @@ EQUIVALENT = [
         why="It locks more rows than it needs, which matters where rows are locked.",
         on=("sqlite",),
     ),
+    Equivalent(
+        path="outbox/inserting.py",
+        function="_find",
+        guard="LOCK IN SHARE MODE",
+        change="dropped",
+        why="Only MySQL and MariaDB are asked so.",
+        on=("postgresql",),
+    ),
+    Equivalent(
+        path="outbox/lanes.py",
+        function="advance",
+        guard="lane=lane",
+        change="dropped",
+        why="The lock that follows repeats it.",
+    ),
 ]
