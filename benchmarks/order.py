@@ -3,11 +3,11 @@
     python benchmarks/order.py [--database URL] [--quick] [--json FILE]
 
 Each case has a backlog of 100,000 due messages and works on it for some seconds, with what it costs at the start to put
-the followers of a lane to sleep. Then claims and settlements of messages in lanes are timed, one after another, at
-a tenth of the backlog and at the whole. Last, nine tenths of the backlog stand behind one head that waits until
-tomorrow: it is measured when the first of the other lanes is delivered, when all of them are, and whether messages
-that come later are delivered as fast as without that backlog. Exits with 1, and a last line that names what fell
-short, when a limit is broken.
+the followers of a lane to sleep. Then claims and settlements of messages in lanes are timed, one after another, at a
+tenth of the backlog and at the whole, from the start and once all followers sleep. Last, nine tenths of the backlog
+stand behind one head that waits until tomorrow: it is measured when the first of the other lanes is delivered, when all
+of them are, and whether messages that come later are delivered as fast as without that backlog. Exits with 1, and a
+last line that names what fell short, when a limit is broken.
 """
 
 from __future__ import annotations
@@ -115,17 +115,23 @@ def rates(connection: Any, sheet: Sheet, *, rows: int, seconds: float, rounds: i
     return statistics.median(found["unordered"])
 
 
+def claimer(using: str) -> Any:
+    from outbox.handlers import registry
+    from outbox.leases import Claimer
+
+    return Claimer(using=using, worker="order", handlers=[each for each in registry.handlers() if each.name == ORDERED])
+
+
 def steps(using: str, count: int) -> tuple[list[float], list[float]]:
     """Milliseconds of so many claims, and of the settlements of what they and the hand-overs brought."""
-    from outbox.handlers import registry
-    from outbox.leases import Claimer, settle
+    from outbox.leases import settle
     from outbox.verdicts import judge
 
-    claimer = Claimer(using=using, worker="order", handlers=[h for h in registry.handlers() if h.name == ORDERED])
+    claiming = claimer(using)
     claims, settlements = [], []
     for _ in range(count):
         start = time.perf_counter()
-        leases = claimer.claim(BATCH, seconds=60).leases
+        leases = claiming.claim(BATCH, seconds=60).leases
         claims.append((time.perf_counter() - start) * 1000)
         for _ in range(3):
             if not leases:
@@ -138,20 +144,38 @@ def steps(using: str, count: int) -> tuple[list[float], list[float]]:
     return claims, settlements
 
 
+def park(using: str) -> None:
+    """Claim until all followers sleep, and give back what the claims brought."""
+    from outbox.leases import settle
+    from outbox.verdicts import release
+
+    claiming = claimer(using)
+    leases = []
+    while True:
+        claim = claiming.claim(BATCH, seconds=600)
+        leases += claim.leases
+        if not (claim.leases or claim.more):
+            break
+    settle(using, [release(lease) for lease in leases])
+
+
 def growth(few: Any, many: Any, sheet: Sheet, *, rows: int, count: int) -> None:
-    """Claims and settlements at a tenth of the backlog and at the whole, in turn."""
-    for lanes in (1, 100, 50_000):
-        times: dict[int, tuple[list[float], list[float]]] = {}
-        for connection, size in ((few, rows // 10), (many, rows)):
-            empty(connection)
-            fill_lanes(connection, size, lanes)
-            times[size] = ([], [])
-        for _ in range(count // 5):
-            for connection, size in ((few, rows // 10), (many, rows)):
-                for into, values in zip(times[size], steps(connection.alias, 5), strict=True):
+    """Claims and settlements at a tenth of the backlog and at the whole, in turn; at first, and once all is parked."""
+    sizes = {rows // 10: few, rows: many}
+    for lanes, parked in ((1, False), (1, True), (100, False), (100, True), (50_000, False)):
+        for size, connection in sizes.items():
+            if parked:
+                park(connection.alias)
+            else:
+                empty(connection)
+                fill_lanes(connection, size, lanes)
+        times: dict[int, tuple[list[float], list[float]]] = {size: ([], []) for size in sizes}
+        for _ in range(count):
+            for size, connection in sizes.items():
+                for into, values in zip(times[size], steps(connection.alias, 1), strict=True):
                     into += values
         for part, kind in enumerate(("claim", "settlement")):
-            name = f"{lanes:,} lanes, {kind} at"
+            name = f"{lanes:,} lanes{', parked' * parked}, {kind} at"
             median = {size: sheet.note(f"{name} {size:,}", found[part], "ms") for size, found in times.items()}
             name = f"{name} {rows:,} / at {rows // 10:,}"
             sheet.note(name, median[rows] / median[rows // 10])
@@ -192,7 +216,7 @@ def blocked(connection: Any, clean: Any, sheet: Sheet, *, rows: int, rounds: int
 
 def main() -> int:
     given = arguments(__doc__ or "")
-    rows, seconds, rounds, count = (20_000, 4.0, 1, 20) if given.quick else (100_000, 10.0, 3, 60)
+    rows, seconds, rounds, count = (40_000, 4.0, 1, 5) if given.quick else (100_000, 10.0, 3, 12)
     with scratch_databases(given.database, "many") as [connection, many]:
         from outbox import handler
 
