@@ -30,6 +30,8 @@ LATER_SHARE = 0.9  # of the rate without a parked backlog
 UNORDERED = "benchmark.noop"
 ORDERED = "benchmark.ordered"
 LISTED = "benchmark.listed"
+BARE = "bare loop"
+SINGLY = "bare loop, one transaction per message"
 BLOCKED_LANE = 7
 BATCH = 100
 LONGEST = 120.0  # seconds of one case
@@ -91,11 +93,14 @@ def rates(connection: Any, sheet: Sheet, *, rows: int, seconds: float, rounds: i
         "100 lanes": (ORDERED, 100),
         "50,000 lanes": (ORDERED, 50_000),
     }
-    found: dict[str, list[float]] = {name: [] for name in ("bare loop", "unordered", *cases)}
+    found: dict[str, list[float]] = {name: [] for name in (BARE, SINGLY, "unordered", *cases)}
     for _ in range(rounds):
         empty(connection)
         fill(connection, rows // 5, prefix="row", topic=UNORDERED)
-        found["bare loop"].append(rate(lambda: bare.in_batches(connection, UNORDERED), rows // 5))
+        found[BARE].append(rate(lambda: bare.in_batches(connection, UNORDERED), rows // 5))
+        empty(connection)
+        fill(connection, rows // 50, prefix="row", topic=UNORDERED)
+        found[SINGLY].append(rate(lambda: bare.one_by_one(connection, UNORDERED), rows // 50))
         empty(connection)
         fill(connection, rows, prefix="row", topic=UNORDERED)
         found["unordered"].append(rate_for(UNORDERED, seconds))
@@ -106,7 +111,8 @@ def rates(connection: Any, sheet: Sheet, *, rows: int, seconds: float, rounds: i
     for name, values in found.items():
         sheet.note(name, values, "/s")
     for name in ("unordered", *cases):
-        sheet.ratio(f"{name} / bare loop", found[name], found["bare loop"])
+        sheet.ratio(f"{name} / {BARE}", found[name], found[BARE])
+    sheet.ratio(f"1 lane, message by message / {SINGLY}", found["1 lane, message by message"], found[SINGLY])
     for name in cases:
         sheet.ratio(f"{name} / unordered", found[name], found["unordered"])
     for name, share in SHARES.items():
