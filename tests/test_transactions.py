@@ -207,8 +207,7 @@ def test_a_charge_whose_commit_was_never_answered_is_not_made_twice():
 def race_errors():
     """Errors as the driver raises them when a transaction lost a deadlock, a serialization or a lock wait."""
     if connection.vendor == "postgresql":
-        from psycopg import errors
-
+        errors = pytest.importorskip("psycopg.errors", reason="errors of psycopg 2 cannot be made by hand")
         return [errors.DeadlockDetected(), errors.SerializationFailure()]
     if connection.vendor == "mysql":
         from MySQLdb import OperationalError as MySQLError

@@ -11,6 +11,7 @@ from django.db import Error, connection, connections, transaction
 from django.test import override_settings
 
 from outbox import listening, wakeup
+from outbox.database import can_listen, has_data_version
 from outbox.models import Message
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
@@ -18,7 +19,9 @@ pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "othe
 LONG = 20.0  # seconds that no wait below may really take
 SHORT = 0.05
 
-postgresql = pytest.mark.skipif(connection.vendor != "postgresql", reason="NOTIFY is PostgreSQL's")
+postgresql = pytest.mark.skipif(
+    not can_listen(connection), reason="NOTIFY is PostgreSQL's, and psycopg 2 cannot be waited for"
+)
 sqlite = pytest.mark.skipif(connection.vendor != "sqlite", reason="data_version is SQLite's")
 
 
@@ -100,7 +103,7 @@ def alias():
 def quieten(waiter):
     """Let a waiter open its ear and prove it; what follows is news."""
     deadline = monotonic() + LONG
-    while waiter.wait(SHORT) or (waiter.mode == "poll" and connection.vendor != "mysql"):
+    while waiter.wait(SHORT) or (waiter.mode == "poll" and (can_listen(connection) or has_data_version(connection))):
         assert monotonic() < deadline, "it never became quiet"
     return waiter
 
@@ -190,13 +193,13 @@ def test_a_hint_for_a_database_that_does_not_exist_is_only_logged(caplog):
 
 
 def test_the_way_of_hearing_is_told(waiter, database_kind):
-    expected = {"postgresql": "notify", "sqlite": "data_version", "mysql": "poll"}[database_kind]
+    expected = "notify" if can_listen(connection) else "data_version" if database_kind == "sqlite" else "poll"
     assert quieten(waiter()).mode == expected
 
 
 def test_an_ear_that_cannot_be_opened_leaves_polling_and_one_warning(waiter, monkeypatch, caplog):
     """Scenario 31: the database is away."""
-    if connection.vendor == "mysql":
+    if not (can_listen(connection) or has_data_version(connection)):
         pytest.skip("polls anyway")
 
     def refuse(alias, **defaults):
