@@ -27,6 +27,8 @@ class Queues(dict[str, deque[Lease]]):
         """
         queue = self[name]
         first = queue[0]
+        if first.handler.size == 1:
+            return [queue.popleft()]
         call: list[Lease] = []
         while queue:
             unit = _unit(queue)

@@ -16,6 +16,7 @@ from outbox import wakeup
 from outbox.database import close_quietly, give_back, is_loss, is_race, is_unwritable
 from outbox.errors import NO_ERROR, ErrorRecord
 from outbox.leases import Lease, Settled, Settlement, announce, draw_token, settle
+from outbox.leases.runs import end_of_part
 from outbox.models import Outcome, State
 from outbox.outages import Outage
 from outbox.slots import Slots
@@ -89,15 +90,17 @@ class Settler:
     def put_all(self, outcomes: Sequence[Settlement | Settled]) -> None:
         """Settle what one call came to, together; an atomic handler brings outcomes that are settled already."""
         with self._news:
-            given = [each for each in outcomes if isinstance(each, Settlement)]
-            self._done += [each for each in outcomes if isinstance(each, Settled)]
-            if given:
-                if not self._outcomes:
-                    self._since = time.monotonic()
-                self._outcomes += given
-                self._urgent = self._urgent or any(each.lease.message.lane is not None for each in given)
-                if len(self._outcomes) > len(given) and self._linger(time.monotonic()) > 0:
-                    return  # the thread sleeps until these have company; each time that it wakes in vain costs
+            before = len(self._outcomes)
+            for each in outcomes:
+                if isinstance(each, Settled):
+                    self._done.append(each)
+                else:
+                    self._outcomes.append(each)
+                    self._urgent = self._urgent or each.lease.message.lane is not None
+            if not before:
+                self._since = time.monotonic()
+            elif len(self._outcomes) > before and self._linger(time.monotonic()) > 0:
+                return  # the thread sleeps until these have company; each time that it wakes in vain costs
             self._news.notify()
 
     def stop(self, timeout: float | None = None) -> None:
@@ -145,7 +148,7 @@ class Settler:
                     break
                 wait = self._linger(now)
                 if self._outcomes and wait <= 0:
-                    end = self._end_of_group()
+                    end = end_of_part(self._outcomes, self._batch)
                     group, self._outcomes = self._outcomes[:end], self._outcomes[end:]
                     self._urgent = bool(self._outcomes)
                     return Group(outcomes=group)
@@ -156,16 +159,6 @@ class Settler:
                 self._news.wait(max(0.0, wait))
         self._finish(done)
         return Group(outcomes=[])
-
-    def _end_of_group(self) -> int:
-        """How many outcomes go into the next group: no run of a lane is cut, for it is settled as a whole."""
-        end = self._batch
-        while end < len(self._outcomes):
-            lane = self._outcomes[end].lease.message.lane
-            if lane is None or lane != self._outcomes[end - 1].lease.message.lane:
-                break
-            end += 1
-        return end
 
     def _ripen(self, now: float) -> None:
         """Take up again what was put off until now: what is in doubt by itself, under its token, the rest together."""

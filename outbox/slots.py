@@ -188,7 +188,8 @@ class Slots:
         with self._lock:
             ran = self._running.pop(lease)
             self._wants.learn(lease.handler, time.monotonic() - ran.started)
-            self._ending.update(lease.call)
+            self._ending.add(lease)
+            self._ending.update(lease.company)
             if lease.message.lane is None or lease.handler.batch:
                 self._vacate(lease)
             return not ran.abandoned

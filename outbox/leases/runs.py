@@ -90,3 +90,14 @@ def in_order(results: Sequence[Settled], ours: Ours, left: Collection[int]) -> O
                 )
             gap = gap or done.lease.id in left or (is_mine and done.stays)
     return [(each, row) for each, row in ours if each.status == "settled"]
+
+
+def end_of_part(settlements: Sequence[Settlement], size: int) -> int:
+    """How many of them go into one transaction of about this size: no run is cut."""
+    end = size
+    while end < len(settlements):
+        lane = settlements[end].lease.message.lane
+        if lane is None or lane != settlements[end - 1].lease.message.lane:
+            break
+        end += 1
+    return end
