@@ -43,6 +43,7 @@ TESTS = [
     "tests/test_rechecks.py",
     "tests/test_leases.py",
     "tests/test_lanes.py",
+    "tests/test_lists.py",
     "tests/test_lapses.py",
     "tests/test_operations.py",
     "tests/test_retention.py",
