@@ -35,6 +35,7 @@ from outbox.database.statements import (
     lane_followers,
     lane_heads,
     locked,
+    walks_dead_entries,
 )
 from outbox.database.transactions import (
     TRIES,
@@ -89,5 +90,6 @@ __all__ = [
     "short_transaction",
     "tables_without_transactions",
     "unsupported",
+    "walks_dead_entries",
     "with_clock",
 ]

@@ -12,6 +12,7 @@ from django.dispatch import Signal
 
 from outbox.database import again, is_loss, is_race
 from outbox.handlers import Handler, registry
+from outbox.leases.floors import Floors
 from outbox.leases.holding import renew
 from outbox.leases.lease import Lease, draw_token
 from outbox.leases.looking import MOST_HIDING, MOST_SPARE, Obstacles, choose, read
@@ -73,6 +74,7 @@ class Claimer:
         self._rows = Obstacles()
         self._lanes = Obstacles()
         self._hiding = 0
+        self._floors = Floors()
         self._doubtful: list[Lease] = []
         self._unanswered: tuple[Sequence[int], Terms] | None = None
 
@@ -127,7 +129,7 @@ class Claimer:
             return Claim()
         terms.lasting = self._lanes.lasting()
         spare = min(self._hiding, MOST_SPARE)
-        candidates, full = read(self.using, names, terms.limit + 2 * min(self._hiding, MOST_HIDING))
+        candidates, full = read(self.using, names, terms.limit + 2 * min(self._hiding, MOST_HIDING), self._floors)
         choice = choose(
             candidates,
             self.routes,

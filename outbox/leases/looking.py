@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
 
-from outbox.database import ROUTES_PER_STATEMENT, due_candidates, due_routes
+from outbox.database import ROUTES_PER_STATEMENT, due_routes
 from outbox.handlers import Handler
+from outbox.leases.floors import Floors
 from outbox.leases.lease import ALONE_FROM
 from outbox.models import Message
 
@@ -64,7 +65,7 @@ class Obstacles:
         return {each for each, since in self._since.items() if now - since > PATIENCE}
 
 
-def read(using: str, routes: Sequence[str], width: int) -> tuple[list[Candidate], bool]:
+def read(using: str, routes: Sequence[str], width: int, floors: Floors) -> tuple[list[Candidate], bool]:
     """Due rows of these routes, ``width`` of each at most, fewer if many routes have any; oldest first in each route.
 
     The second value tells whether there may be more. One statement when nothing is due, however many routes there are.
@@ -75,7 +76,7 @@ def read(using: str, routes: Sequence[str], width: int) -> tuple[list[Candidate]
         routes = [route for route in routes if route in due]
     asked = routes[:ROUTES_PER_STATEMENT]
     count = width if len(asked) <= FEW_ROUTES else max(2, 2 * width // len(asked))
-    found = [Candidate(*row) for row in due_candidates(using, _TABLE, asked, count)]
+    found = [Candidate(*row) for row in floors.look(using, _TABLE, asked, count)]
     sizes = dict.fromkeys(asked, 0)
     for row in found:
         sizes[row.route] += 1
