@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from django.db import Error, reset_queries
 
@@ -24,13 +23,12 @@ from outbox.database import close_quietly, give_back
 from outbox.heartbeat import Heartbeat
 from outbox.housekeeping import Housekeeping
 from outbox.leases import Claim, Claimer, Lease, Settled, charge
-from outbox.models import Outcome
 from outbox.outages import Outage
 from outbox.plans import Plan, closed
 from outbox.registration import REPORT_EVERY, Registration, worker_name
 from outbox.settler import Settler
 from outbox.slots import Slots
-from outbox.verdicts import release, timed_out
+from outbox.verdicts import interrupted, release, timed_out
 from outbox.vitals import Vitals
 from outbox.wakeup import Waiter
 from outbox.workers import Workers
@@ -282,18 +280,8 @@ class Dispatcher:
             self._settler.put(lease, release(lease))
 
     def _interrupt(self) -> None:
-        """Settle what still runs; in a lane it rests until this process is gone, so that nothing there overlaps."""
+        """Settle what still runs."""
         unfinished = self._slots.unfinished()
         self.left_running = len(unfinished)
         for ran in unfinished:
-            ends = []
-            for lease in ran.lease.call:
-                lease.view.revoke()
-                in_lane = lease.message.lane is not None
-                rest = LEAVING if in_lane else 0.0
-                if not ran.abandoned:
-                    ends.append(release(lease, Outcome.INTERRUPTED, wait=rest))
-                elif in_lane:
-                    outcome = timed_out(lease)
-                    ends.append(replace(outcome, wait=max(rest, outcome.wait)))
-            self._settler.put_all(ends)
+            self._settler.put_all(interrupted(ran.lease.call, out_of_time=ran.abandoned, rest=LEAVING))

@@ -102,6 +102,24 @@ def release(lease: Lease, outcome: Outcome = Outcome.RELEASED, *, wait: float = 
     return Settlement(lease=lease, outcome=outcome, refund=True, wait=wait)
 
 
+def interrupted(call: Sequence[Lease], *, out_of_time: bool, rest: float) -> list[Settlement]:
+    """The settlements of a call that still runs when its process leaves; the handler is told.
+
+    In a lane its messages rest so many seconds, until the process is gone, so that nothing there overlaps; elsewhere
+    those that are out of time are settled already.
+    """
+    ends = []
+    for lease in call:
+        lease.view.revoke()
+        in_lane = lease.message.lane is not None
+        if not out_of_time:
+            ends.append(release(lease, Outcome.INTERRUPTED, wait=rest if in_lane else 0.0))
+        elif in_lane:
+            late = timed_out(lease)
+            ends.append(replace(late, wait=max(rest, late.wait)))
+    return ends
+
+
 def _delivered(lease: Lease, duration: float | None) -> Settlement:
     return Settlement(lease=lease, outcome=Outcome.DELIVERED, state=State.DELIVERED, duration=duration)
 

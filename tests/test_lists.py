@@ -245,6 +245,20 @@ def test_what_had_not_started_at_a_stop_is_given_back_at_no_cost():
     check_invariants()
 
 
+@pytest.mark.parametrize("key", ["a", None], ids=["in a lane", "unordered"])
+def test_a_list_that_outlasts_the_grace_is_given_back_as_a_whole_and_costs_nothing(key):
+    gate = Gate()
+    handler("job", batch=10)(gate)
+    found = [put("job", n, ordering_key=key) for n in range(3)]
+    with dispatching(grace=0.2):
+        gate.wait()
+    gate.open.set()
+    assert [outcomes(row) for row in found] == [[Outcome.INTERRUPTED]] * 3
+    assert [(fresh(row).spent, fresh(row).lease_token) for row in found] == [(0, None)] * 3
+    assert all(message.lease.lost for message in gate.runs[0])
+    check_invariants()
+
+
 def test_the_testing_kit_hands_over_lists_in_the_order_of_their_lanes(calls):
     listing(calls, ordering="key")
     for n in range(25):
