@@ -25,6 +25,7 @@ PROBE_EVERY = 60.0  # seconds without any notification until the listener is pro
 PROBE_PATIENCE = 5.0  # seconds that a probe may take to arrive
 PROBE_RETRY = 1.0  # seconds until the next try to send one
 CHANGES_EVERY = 0.05  # seconds between two reads of the change counter
+CHANGES_OFTEN = 0.01  # the same for a second after a change: where there was one there will be others
 CONNECT_TIMEOUT = 10  # seconds, where the project sets none
 
 
@@ -148,6 +149,7 @@ class ChangeCounter:
         self.silence = 0.0
         self._alias = using
         self._seen = -1
+        self._busy_until = 0.0
         self._connection: Any = None
 
     def open(self) -> None:
@@ -163,8 +165,11 @@ class ChangeCounter:
     def heard(self, now: float) -> bool:
         if now < self.due:
             return False
-        self.due = now + CHANGES_EVERY
-        return self._changed()
+        changed = self._changed()
+        if changed:
+            self._busy_until = now + 1.0
+        self.due = now + (CHANGES_OFTEN if now < self._busy_until else CHANGES_EVERY)
+        return changed
 
     def _changed(self) -> bool:
         try:  # fetchall ends the statement: an open one would be a read transaction, which sees no change

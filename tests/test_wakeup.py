@@ -629,6 +629,22 @@ def test_a_commit_of_another_connection_ends_the_wait(waiter, second_connection)
 
 
 @sqlite
+def test_the_counter_is_read_more_often_for_a_while_after_a_change(waiter, second_connection):
+    quiet = quieten(waiter())
+    ear, now = quiet._ear, monotonic() + 100
+    assert not ear.heard(now)
+    assert ear.due == now + listening.CHANGES_EVERY
+    with second_connection().cursor() as cursor:
+        cursor.execute("INSERT INTO testapp_order (reference, total, note) VALUES ('a', 1, '')")
+    now = ear.due
+    assert ear.heard(now)
+    assert ear.due == now + listening.CHANGES_OFTEN
+    assert not ear.heard(ear.due), "nothing new"
+    assert not ear.heard(now + 2)
+    assert ear.due == now + 2 + listening.CHANGES_EVERY
+
+
+@sqlite
 def test_a_commit_just_before_a_wait_ends_it(waiter, second_connection):
     """The counter is compared with what was seen before the look at the table, so nothing falls in between."""
     quiet = quieten(waiter())

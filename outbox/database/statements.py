@@ -12,6 +12,7 @@ from django.db import connections, models
 from django.db.models.lookups import Lookup
 
 from outbox.database.clock import now_sql
+from outbox.database.direct import fetch
 
 QS = TypeVar("QS", bound="models.QuerySet[Any]")
 
@@ -114,25 +115,24 @@ def due_candidates(
     name = connection.ops.quote_name(table)
     columns = "m.route, m.id, m.lane, m.lapses, m.due_at"
     first = f"m.due_at <= {now} ORDER BY m.due_at, m.id LIMIT {int(count)}"  # a literal, for the planner to count on
-    with connection.cursor() as cursor:
-        if connection.vendor == "postgresql":
-            listed, from_floor = "unnest(%s::text[]) AS w(route)", ""
-            arrays: list[Any] = [list(routes)]
-            if floors:
-                listed = "unnest(%s::text[], %s::bigint[], %s::bigint[]) AS w(route, due_at, id)"
-                begin = [floors.get(route, NO_FLOOR) for route in routes]
-                arrays += [[due_at for due_at, _ in begin], [pk for _, pk in begin]]
-                from_floor = "(m.due_at, m.id) >= (w.due_at, w.id) AND "
-            part = f"SELECT {columns} FROM {name} m WHERE m.route = w.route AND {from_floor}{first}"
-            cursor.execute(f"SELECT c.* FROM {listed} CROSS JOIN LATERAL ({part}) AS c", arrays)
-        else:
-            # The keys alone first: they are all in the index. With more columns MariaDB enters the index by the route
-            # only, and walks past the NULLs of all finished rows.
-            part = f"SELECT * FROM (SELECT m.id FROM {name} m WHERE m.route = %s AND {first}) AS k"
-            keys = " UNION ALL ".join([part] * len(routes))
-            params = [value for route in routes for value in (route, *now_params)]
-            cursor.execute(f"SELECT {columns} FROM ({keys}) AS k CROSS JOIN {name} m WHERE m.id = k.id", params)
-        return sorted((tuple(row) for row in cursor.fetchall()), key=itemgetter(4, 1))
+    params: list[Any]
+    if connection.vendor == "postgresql":
+        listed, from_floor, params = "unnest(%s::text[]) AS w(route)", "", [list(routes)]
+        if floors:
+            listed = "unnest(%s::text[], %s::bigint[], %s::bigint[]) AS w(route, due_at, id)"
+            begin = [floors.get(route, NO_FLOOR) for route in routes]
+            params += [[due_at for due_at, _ in begin], [pk for _, pk in begin]]
+            from_floor = "(m.due_at, m.id) >= (w.due_at, w.id) AND "
+        part = f"SELECT {columns} FROM {name} m WHERE m.route = w.route AND {from_floor}{first}"
+        sql = f"SELECT c.* FROM {listed} CROSS JOIN LATERAL ({part}) AS c"
+    else:
+        # The keys alone first: they are all in the index. With more columns MariaDB enters the index by the route
+        # only, and walks past the NULLs of all finished rows.
+        part = f"SELECT * FROM (SELECT m.id FROM {name} m WHERE m.route = %s AND {first}) AS k"
+        keys = " UNION ALL ".join([part] * len(routes))
+        params = [value for route in routes for value in (route, *now_params)]
+        sql = f"SELECT {columns} FROM ({keys}) AS k CROSS JOIN {name} m WHERE m.id = k.id"
+    return sorted((tuple(row) for row in fetch(connection, sql, params)), key=itemgetter(4, 1))
 
 
 def lane_heads(
