@@ -190,7 +190,7 @@ def main() -> int:
         print(f"{connection.display_name}: {rows:,} messages, {rounds} rounds")
         against_bare(connection, sheet, rows, rounds)
         if connection.vendor != "sqlite":  # which has one writer at a time
-            together(connection, sheet, rows * 2, rounds)
+            together(connection, sheet, rows, rounds)
         if connection.vendor == "postgresql":
             against_peers(connection, sheet, rows, 1 if given.quick else 3, part)
         memory(connection, sheet, 10_000, rest)
