@@ -62,6 +62,10 @@ class _RolledBack(Exception):
 
 
 def perform(call: Call, watched: Sequence[Any] | None) -> list[Ended]:
+    """Make a call and judge it; returns the ends of its leases, and raises nothing.
+
+    ``watched``: this thread's connections, if they are known.
+    """
     marks = bookmark(watched)
     started = time.monotonic()
     ends: list[Ended] | None = None

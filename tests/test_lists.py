@@ -614,6 +614,22 @@ def test_an_atomic_list_that_lost_one_lease_leaves_nothing_and_gives_the_others_
     assert [fresh(row).spent for row in found] == [0, 1, 0]
 
 
+def test_an_atomic_run_of_a_lane_keeps_its_order_when_one_of_it_is_tried_again():
+    calls = []
+
+    def refuse_once(messages):
+        calls.append([each.payload for each in messages])
+        return {each.id: Retry(after=0) for each in messages if each.payload == 1 and each.attempt == 1}
+
+    writing(refuse_once, ordering="key")
+    found = [put("job", n, ordering_key="a") for n in range(4)]
+    drain()
+    assert calls == [[0, 1, 2, 3], [0], [1], [2, 3]]
+    assert [fresh(row).spent for row in found] == [1, 2, 1, 1]
+    assert list(Order.objects.order_by("id").values_list("reference", flat=True)) == ["0", "1", "2", "3"]
+    check_invariants()
+
+
 # --- lanes: what is handed over ---------------------------------------------------------------------------------------
 
 
