@@ -63,7 +63,12 @@ def test_a_peer_that_cannot_be_installed_ends_the_run(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import peers
 
+    def with_this_interpreter(home, **options):
+        (home / "bin").mkdir(parents=True)
+        (home / "bin" / "python").symlink_to(sys.executable)
+
     monkeypatch.setattr(peers, "CACHE", tmp_path)
+    monkeypatch.setattr(peers.venv, "create", with_this_interpreter)
     nobody = peers.Peer(name="nobody", driver="nobody", requirements=("/nowhere/nobody",), messages=1, faster=1)
     with pytest.raises(SystemExit, match="nobody cannot be installed"):
         nobody.interpreter()
