@@ -186,6 +186,7 @@ class Dispatcher:
     def _pass(self) -> Claim:
         """One round: free the slots of handlers that are out of time, start what is queued, claim what fits."""
         self._abandon_overdue()
+        self._slots.await_room()
         want = self._appetite.for_others()
         if want.limit <= 0:
             self._start_queued()

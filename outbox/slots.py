@@ -23,6 +23,8 @@ from outbox.queues import Queues
 from outbox.ready import Ready
 from outbox.wants import Want, Wants
 
+STILL_BUSY = 0.1  # of the slots
+MOMENT = 0.005  # seconds
 OTHERS_EVERY = 0.1  # seconds, while messages are queued, between two looks for those of other handlers
 
 
@@ -57,11 +59,18 @@ class Slots:
         self._others_at = time.monotonic()
         self._withdrawn = False
         self._lock = threading.RLock()
+        self._room = threading.Condition(self._lock)
         self._ready = Ready(self._lock)
 
     def cap(self, handler: Handler) -> int:
         """How many slots one handler may fill."""
         return self._wants.cap(handler)
+
+    def await_room(self) -> None:
+        """Wait a moment for quick handlers to leave their slots, so that few statements charge whatever is next."""
+        with self._lock:
+            if self._wants.are_quick(self._busy):
+                self._room.wait_for(self._is_roomy, timeout=MOMENT)
 
     def want(self) -> Want:
         """What to claim now: what can start at once, or also a stock for handlers that are known to be quick."""
@@ -277,3 +286,8 @@ class Slots:
         if lease in self._occupied:
             self._occupied.remove(lease)
             self._busy[lease.handler.name] -= 1
+            if self._is_roomy():
+                self._room.notify()
+
+    def _is_roomy(self) -> bool:
+        return len(self._occupied) <= self.concurrency * STILL_BUSY

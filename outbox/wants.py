@@ -9,6 +9,7 @@ from outbox.handlers import Handler
 
 PREFETCH_SHARE = 0.25  # of the lease that the queue may take to run dry
 LEARN = 0.2  # weight of the newest duration in a handler's mean
+QUICK = 1e-3  # seconds: in the time of a statement a slot is free many times
 SHORTEST = 1e-4  # seconds: a mean below this says nothing
 
 
@@ -44,6 +45,12 @@ class Wants:
         """Learn how long a call took."""
         known = self._means.get(handler.name, duration)
         self._means[handler.name] = known + LEARN * (duration - known)
+
+    def are_quick(self, busy: Mapping[str, int]) -> bool:
+        """Whether all that occupies a slot is expected to leave it at once: in a lane it stays until it is settled."""
+        names = {name for name, count in busy.items() if count}
+        slow = {each.name for each in self._handlers if each.ordering != "none" or each.batch}
+        return bool(names) and not names & slow and all(self._means.get(name, QUICK) < QUICK for name in names)
 
     def now(self, waiting: Mapping[str, int], busy: Mapping[str, int], occupied: int) -> Want:
         """What to claim now: what can start at once, or also a stock for handlers that are known to be quick."""

@@ -233,3 +233,64 @@ def test_a_waiting_thread_gets_the_next_lease_or_learns_of_the_end():
     for thread in threads:
         thread.join(DEADLINE)
     assert sorted(got, key=bool) == [None, only]
+
+
+# --- a moment's patience ----------------------------------------------------------------------------------------------
+
+
+def quick_slots(names="a", **options):
+    """Four slots whose handlers have just shown that they take no time, and one charged lease of each that is run."""
+    held = slots(names, **options)
+    for name in names:
+        held.add([lease(name)])
+        held.finished(taken := held.take())
+        held.end(taken)
+    return held
+
+
+def waited(held):
+    start = time.monotonic()
+    held.await_room()
+    return time.monotonic() - start
+
+
+def test_room_is_awaited_while_quick_handlers_are_in_their_slots(monkeypatch):
+    monkeypatch.setattr("outbox.slots.MOMENT", DEADLINE)
+    held = quick_slots()
+    held.add([lease(), lease()])
+    running = [held.take(), held.take()]
+
+    def finish():
+        for each in running:
+            held.finished(each)
+
+    timer = threading.Timer(0.1, finish)
+    timer.start()
+    assert 0.05 < waited(held) < DEADLINE
+    assert held.want().start == 4
+
+
+def test_room_is_awaited_for_a_moment_only():
+    held = quick_slots()
+    held.add([lease(), lease()])
+    assert waited(held) < DEADLINE
+
+
+@pytest.mark.parametrize("reason", ["nothing runs", "unknown", "slow", "in a lane", "one of two is slow"])
+def test_no_room_is_awaited_where_none_comes_soon(reason, monkeypatch):
+    monkeypatch.setattr("outbox.slots.MOMENT", DEADLINE)
+    with monkeypatch.context() as patch:
+        if reason == "slow":
+            patch.setattr("outbox.slots.time.monotonic", iter(range(100)).__next__)
+        held = slots("a") if reason == "unknown" else quick_slots()
+    if reason == "in a lane":
+        handler("ordered", timeout=10)(lambda message: None)
+        held = quick_slots(["ordered"])
+        held.add([lease("ordered", lane=1), lease("ordered", lane=2)])
+    elif reason == "one of two is slow":
+        held = quick_slots("ab")
+        held._wants.learn(registry.by_name("b"), 60.0)
+        held.add([lease("a"), lease("b")])
+    elif reason != "nothing runs":
+        held.add([lease(), lease()])
+    assert waited(held) < DEADLINE / 2
