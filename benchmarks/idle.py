@@ -68,7 +68,7 @@ def main() -> int:
     with scratch_databases(given.database, DEBUG=True) as [connection]:
         from outbox import handler
 
-        sheet = Sheet()
+        sheet = Sheet(quick=given.quick)
         print(f"{connection.vendor}: idle for {seconds:.0f} s, polling every second")
         names = [TOPIC, *(f"benchmark.topic{number}" for number in range(199))]
         for name in names:
