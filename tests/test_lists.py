@@ -22,6 +22,7 @@ from outbox import (
     Snooze,
     Unavailable,
     handler,
+    lanes,
     outages,
     stage,
     testing,
@@ -432,6 +433,14 @@ def test_a_failed_message_is_not_mixed_with_fresh_ones(calls):
     assert [2, 3, 4] in calls[1:]
 
 
+def test_a_message_that_has_cost_an_attempt_is_alone_whatever_became_of_it(calls):
+    listing(calls)
+    found = [put("job", n) for n in range(3)]
+    Message.objects.filter(pk=found[1].pk).update(spent=1)
+    drain()
+    assert [1] in calls
+
+
 def test_a_snoozed_message_may_go_into_lists_again(calls):
     listing(calls, verdict=lambda messages: Snooze(for_=0) if len(calls) == 1 else None)
     for n in range(3):
@@ -682,6 +691,22 @@ def test_a_run_ends_before_what_has_expired(calls):
     assert fresh(gone).reason == Reason.EXPIRED
 
 
+def test_what_will_expire_is_part_of_a_run_until_then(calls):
+    listing(calls, ordering="key")
+    for n in range(3):
+        put("job", n, ordering_key="a", expires_at=timedelta(seconds=60))
+    drain()
+    assert calls == [[0, 1, 2]]
+
+
+def test_a_run_ends_before_another_version(calls):
+    listing(calls, ordering="key", payload_versions=(1, 2))
+    for n in range(4):
+        put("job", n, ordering_key="a", payload_version=1 + n // 2)
+    drain()
+    assert calls == [[0, 1], [2, 3]]
+
+
 def test_a_drain_goes_on_behind_a_message_that_its_claim_discards():
     got = []
     handler("job")(lambda message: got.append(message.payload))
@@ -713,6 +738,48 @@ def test_only_one_claim_has_messages_of_a_lane(calls):
     assert [each.status for each in settle("default", judge_list(held, None, 0.1))] == ["settled"] * 3
     assert [lease.message.payload for lease in take(worker="another")] == [3, 4, 5]
     check_invariants()
+
+
+def test_a_claim_by_ids_takes_no_others_of_a_lane_along(calls):
+    listing(calls, ordering="key")
+    first, second = (put("job", n, ordering_key="a") for n in range(2))
+    other = put("job", 9, deliver_at=rows.ahead(3600))
+    leases = claim(using="default", worker="worker", seconds=60, ids=[first.pk, other.pk])
+    assert [lease.id for lease in leases] == [first.pk]
+    assert fresh(second).lease_token is None
+
+
+def test_a_row_that_left_its_lane_ends_the_run(calls, monkeypatch):
+    """It is found in the index, and has gone when it is locked."""
+    listing(calls, ordering="key")
+    head, elsewhere, follower = (put("job", n, ordering_key=key) for n, key in enumerate("aba"))
+    places = [(head.lane, elsewhere.pk), (head.lane, follower.pk)]
+    monkeypatch.setattr(lanes, "lane_followers", lambda *arguments: places)
+    leases = take(limit=5)
+    assert {lease.id for lease in leases} == {head.pk, elsewhere.pk}
+    assert fresh(follower).lease_token is None
+    check_invariants()
+
+
+@rows_can_be_locked
+def test_a_claim_of_a_run_locks_no_other_row(calls, second_connection):
+    listing(calls, ordering="key")
+    for n in range(3):
+        put("job", n, ordering_key="a")
+    other, watcher, seen = put("job", 9, deliver_at=rows.ahead(3600)), second_connection(), []
+
+    def look(execute, sql, params, many, context):
+        result = execute(sql, params, many, context)
+        if "FOR UPDATE" in sql:
+            with watcher.cursor() as cursor:
+                cursor.execute("SELECT id FROM outbox_message WHERE id = %s FOR UPDATE SKIP LOCKED", [other.pk])
+                seen.append(cursor.fetchall())
+        return result
+
+    with connection.execute_wrapper(look):
+        assert len(take()) == 3
+    assert seen
+    assert all(rows_of == seen[0] and rows_of for rows_of in seen)
 
 
 @rows_can_be_locked
@@ -863,6 +930,24 @@ def test_a_run_whose_process_died_comes_again_one_by_one_in_order(calls):
     assert calls == [[0], [1], [2], [3]]
     assert [outcomes(row) for row in found] == [[Outcome.LAPSED, Outcome.DELIVERED]] * 4
     assert [fresh(row).spent for row in found] == [2] * 4
+    check_invariants()
+
+
+def test_each_message_of_a_run_whose_process_died_has_a_lapse(calls):
+    listing(calls, ordering="key")
+    found = [put("job", n, ordering_key="a") for n in range(3)]
+    lapse(*[lease.message for lease in take()])
+    take()
+    assert [fresh(row).lapses for row in found] == [1, 1, 1]
+
+
+def test_a_run_whose_process_died_before_its_start_comes_again_one_by_one(calls):
+    listing(calls, ordering="key")
+    found = [put("job", n, ordering_key="a") for n in range(3)]
+    held = Claimer(using="default", worker="worker").claim(10, seconds=60, start=0).leases
+    assert [lease.id for lease in held] == [row.pk for row in found]
+    lapse(*[lease.message for lease in held])
+    assert [lease.id for lease in take()] == [found[0].pk]
     check_invariants()
 
 

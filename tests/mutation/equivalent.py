@@ -312,4 +312,18 @@ EQUIVALENT = [
         change="dropped",
         why="The lock that follows repeats it.",
     ),
+    Equivalent(
+        path="outbox/leases/lease.py",
+        function="grant",
+        guard="row.lane is not None",
+        change="dropped",
+        why="Without a lane there is no holder, whether it is copied from the lane or left empty.",
+    ),
+    Equivalent(
+        path="outbox/leases/runs.py",
+        function="extend",
+        guard="terms.solo",
+        change="dropped",
+        why="A claim of one message has no room for others.",
+    ),
 ]
