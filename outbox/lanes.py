@@ -187,8 +187,8 @@ def _more(using: str, crowded: dict[int, list[Message]]) -> dict[int, int]:
     ids = [pk for _, pk, lane, _, _ in window if lane in crowded and pk not in known]
     if not ids:
         return {}
-    due = pending(using, ids).filter(lease_token=None, due_at__lte=ServerNow()).order_by("pk").only("lane")
-    return {row.pk: row.lane for row in locked(due)}
+    due = pending(using, ids).filter(lease_token=None, due_at__lte=ServerNow()).order_by("pk")
+    return dict(locked(due).values_list("pk", "lane"))
 
 
 # --- the settlement ---------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class Progress:
         self._claims += 1
         if self._left is not None:
             self._left -= len(claim.leases)
-        self._misses = self._misses + 1 if claim.contended and not (claim.leases or claim.more) else 0
+        self._misses = self._misses + 1 if (claim.contended or claim.snoozed) and not claim.leases else 0
 
     def is_fulfilled(self, claim: Claim, *, was_empty: bool, is_empty: bool) -> bool:
         """Whether the work is done. ``was_empty``: nothing was held when the claim, the latest, was made."""
@@ -90,7 +90,7 @@ class Progress:
             return is_empty
         if self.plan.mode != "drain" or claim.leases or claim.more or claim.lonely:
             return False
-        return was_empty and (not claim.contended or self._misses >= CONTENDED_LOOKS)
+        return was_empty and (not (claim.contended or claim.snoozed) or self._misses >= CONTENDED_LOOKS)
 
 
 def closed(claim: Claim) -> Iterator[str]:

@@ -48,7 +48,7 @@ class Group:
 
 
 class Settler:
-    """Settles what the workers report. ``woke`` is called after each group: there may be something to start."""
+    """Settles what the workers report. ``woke`` is called when slots are free: there may be something to start."""
 
     def __init__(
         self,
@@ -272,7 +272,8 @@ class Settler:
                 with self._news:
                     heappush(self._due, now + done.wait)
             woken = woken or lease.message.lane is not None or (again_soon and done.wait == 0)
-        self._woke()
+        if any(each.next is None for each in results):
+            self._woke()
         if woken:
             wakeup.hint(self.using)
         announce(results)

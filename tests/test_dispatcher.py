@@ -38,6 +38,7 @@ from tests.running import (
     settled,
     state,
 )
+from tests.specimens import locked_elsewhere, rows_can_be_locked
 from tests.testapp.models import Effect, Order
 from tests.waiting import wait_until
 
@@ -96,6 +97,27 @@ def test_a_drain_waits_for_no_backoff_no_schedule_and_no_foreign_lease(log):
     assert log == []
     assert dispatcher.counts["retried"] == 1
     assert (state(failing), fresh(theirs.message).lease_token) == (State.PENDING, theirs.token)
+
+
+@rows_can_be_locked
+def test_a_drain_waits_for_a_lane_that_was_put_off_since_somebody_had_locked_it(log, second_connection):
+    noting(log)
+    found = [put("job", n, ordering_key="a") for n in range(3)]
+    unlock = threading.Event()
+
+    def hold():
+        with locked_elsewhere(second_connection, found[0]):
+            locked.set()
+            unlock.wait(DEADLINE)
+
+    locked = threading.Event()
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert locked.wait(DEADLINE)
+    threading.Timer(0.8, unlock.set).start()
+    drain()
+    holder.join()
+    assert log == [0, 1, 2]
 
 
 def test_a_drain_delivers_what_becomes_due_meanwhile(log):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from outbox.leases.holding import renew
 from outbox.leases.lease import Lease, draw_token
 from outbox.leases.looking import MOST_HIDING, MOST_SPARE, Obstacles, choose, read
 from outbox.leases.shortcut import lease_at_once, leased_unanswered
-from outbox.leases.taking import Taken, take
+from outbox.leases.taking import SNOOZE, Taken, take
 from outbox.leases.terms import Terms
 from outbox.signals import Event, send
 
@@ -29,13 +30,15 @@ class Claim:
     """What one claim brought.
 
     ``more``: look again at once, there was more than this claim could take. ``contended``: somebody else was at the
-    same rows. ``lonely``: a message is due that only a process holding nothing else may run.
+    same rows. ``snoozed``: rows were put off that will be due in a moment, for somebody had locked their lane for long.
+    ``lonely``: a message is due that only a process holding nothing else may run.
     """
 
     leases: list[Lease] = field(default_factory=list)
     events: list[tuple[Signal, Event]] = field(default_factory=list)
     more: bool = False
     contended: bool = False
+    snoozed: bool = False
     lonely: bool = False
 
 
@@ -74,6 +77,7 @@ class Claimer:
         self._rows = Obstacles()
         self._lanes = Obstacles()
         self._hiding = 0
+        self._snoozed_until = 0.0
         self._floors = Floors()
         self._doubtful: list[Lease] = []
         self._unanswered: tuple[Sequence[int], Terms] | None = None
@@ -142,7 +146,7 @@ class Claimer:
         )
         self._hiding = choice.hiding
         if not choice.ids:
-            return Claim(lonely=choice.lonely, contended=bool(choice.avoided))
+            return Claim(lonely=choice.lonely, contended=bool(choice.avoided), snoozed=self._has_snoozed())
         if choice.solo:
             terms.solo, terms.limit, terms.start = True, 1, 1
         taken = self._take_at_once(choice.ids, terms) if choice.plain and not spare else self._take(choice.ids, terms)
@@ -155,8 +159,12 @@ class Claimer:
             events=taken.events,
             more=progress and (full or choice.rest or taken.moved),
             contended=bool(choice.avoided or taken.missed or taken.stuck),
+            snoozed=self._has_snoozed(),
             lonely=choice.lonely or taken.lonely,
         )
+
+    def _has_snoozed(self) -> bool:
+        return time.monotonic() < self._snoozed_until
 
     def _take_at_once(self, chosen: Sequence[int], terms: Terms) -> Taken:
         """Lease rows that need no look by one statement, where there is one; and the rest of them as usual."""
@@ -194,6 +202,8 @@ class Claimer:
         self._doubtful = []
         self._rows.meet(taken.missed, tried=chosen)
         self._lanes.meet(taken.stuck, tried=taken.lanes)
+        if taken.snoozed:
+            self._snoozed_until = time.monotonic() + 2 * SNOOZE / 1_000_000  # until they have surely been looked at
         for signal, event in taken.events:
             send(signal, event)
         return taken

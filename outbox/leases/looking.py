@@ -16,6 +16,7 @@ from outbox.models import Message
 
 WIDTH = 20  # rows that a look reads of a route at least, so that crowded lanes are seen
 FEW_ROUTES = 8  # with more routes than this, a look first asks which of them have due rows
+MOST_KNOCKS = 8  # of one lane that a claim takes up; if there are more, they are put to sleep by other means
 LEAVE_ALONE = 0.1  # seconds for which a row or lane that somebody had locked is not tried again; more if it lasts
 LONGEST_ALONE = 1.0
 MOST_SPARE = 50  # rows beyond the limit that a claim tries for when it meets locked ones
@@ -139,14 +140,15 @@ def choose(
 
 
 def _units(queues: Mapping[str, Sequence[Candidate]]) -> dict[str, list[list[int]]]:
-    """Ids by handler, in due order; all rows of one lane are one unit, since only one of them can be leased."""
+    """Ids by handler, in due order; rows of one lane are one unit, since only one of them can be leased."""
     units: dict[str, list[list[int]]] = {}
     by_lane: dict[int, list[int]] = {}
     for name, rows in queues.items():
         mine = units.setdefault(name, [])
         for row in rows:
             if row.lane is not None and row.lane in by_lane:
-                by_lane[row.lane].append(row.id)
+                if len(by_lane[row.lane]) < MOST_KNOCKS:
+                    by_lane[row.lane].append(row.id)
                 continue
             mine.append([row.id])
             if row.lane is not None:

@@ -30,7 +30,8 @@ SNOOZE = 500_000  # microseconds that a lane with a lastingly locked target is l
 class Taken:
     """What the transaction did. ``missed``: chosen rows that were not to be had; ``stuck``: lanes with a locked target.
 
-    ``moved``: rows were put to sleep, snoozed or woken, so the next look sees others; ``lonely``: one must run alone.
+    ``moved``: rows were put to sleep, snoozed or woken, so the next look sees others; ``snoozed``: some for `SNOOZE`;
+    ``lonely``: one must run alone.
     """
 
     leases: list[Lease] = field(default_factory=list)
@@ -39,6 +40,7 @@ class Taken:
     stuck: set[int] = field(default_factory=set)
     lanes: set[int] = field(default_factory=set)
     moved: bool = False
+    snoozed: bool = False
     lonely: bool = False
 
 
@@ -169,6 +171,7 @@ def _park(in_lanes: Sequence[Message], terms: Terms, targets: lanes.Targets, tak
         if row.lane in targets.stuck and row.lane in terms.lasting:
             late.setdefault(row.lane, []).append(row)
     taken.moved = taken.moved or bool(targets.behind or late)
+    taken.snoozed = bool(late)
     _tell_lapses([row for each in targets.behind.values() for row in each.rows], terms, taken)
     lanes.wake(terms.using, [row.pk for row in targets.asleep])
     lanes.park(terms.using, targets.behind)
