@@ -427,6 +427,16 @@ def test_a_settlement_may_name_the_moment_of_the_next_attempt():
     assert fresh(row).due_at == settled.due_at == until
 
 
+@pytest.mark.parametrize(
+    ("spent", "left"), [(0, (State.PENDING, 1, "")), (BUDGET - 1, (State.DEAD, BUDGET, Reason.EXHAUSTED))]
+)
+def test_an_outage_that_outlasts_the_patience_costs_budget_like_any_failure(spent, left):
+    row = put("mail", spent=spent, staged_at=rows.ago(4 * 86_400))
+    end(take_one(row), "unavailable")
+    found = fresh(row)
+    assert (found.state, found.spent, found.reason) == left
+
+
 def test_what_is_put_off_until_a_time_that_is_over_waits_as_long_as_it_says():
     row = put("mail")
     settle("default", [verdict(take()[0], "snooze", until=rows.ago(1234), wait=600.0)])

@@ -30,7 +30,7 @@ from outbox import (
 from outbox.conf import options
 from outbox.delivery import run_list
 from outbox.explain import explain
-from outbox.leases import Claimer, charge, claim, renew, settle, unbroken
+from outbox.leases import Claimer, charge, claim, renew, runs, settle, unbroken
 from outbox.models import Attempt, Message, Outcome, Reason, State
 from outbox.operations import discard, requeue
 from outbox.registry import registry
@@ -949,6 +949,18 @@ def test_a_run_whose_process_died_before_its_start_comes_again_one_by_one(calls)
     lapse(*[lease.message for lease in held])
     assert [lease.id for lease in take()] == [found[0].pk]
     check_invariants()
+
+
+def test_only_a_run_makes_a_transaction_larger_than_it_shall_be(calls):
+    listing(calls, ordering="key")
+    listing(calls, "free")
+    for key in ("a", "a", "a", "b", "b"):
+        put("job", ordering_key=key)
+    in_lanes = [release(lease) for lease in take()]
+    put("free", count=4)
+    free = [release(lease) for lease in take()]
+    assert [runs.end_of_part(in_lanes, size) for size in (1, 2, 3, 4, 5)] == [3, 3, 3, 5, 5]
+    assert [runs.end_of_part(free, size) for size in (1, 4, 9)] == [1, 4, 9]
 
 
 def test_the_rest_of_a_run_that_was_taken_over_is_not_settled(calls):

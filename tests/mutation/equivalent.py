@@ -326,4 +326,11 @@ EQUIVALENT = [
         change="dropped",
         why="A claim of one message has no room for others.",
     ),
+    Equivalent(
+        path="outbox/leases/settling.py",
+        function="_go_on",
+        guard="row.lane is not None",
+        change="dropped",
+        why="Without a lane there is no head, and no turn is noted.",
+    ),
 ]

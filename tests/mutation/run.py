@@ -44,6 +44,7 @@ TESTS = [
     "tests/test_leases.py",
     "tests/test_lanes.py",
     "tests/test_lists.py",
+    "tests/test_floors.py",
     "tests/test_lapses.py",
     "tests/test_operations.py",
     "tests/test_retention.py",
