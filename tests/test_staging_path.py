@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import functools
 import threading
+from pathlib import Path
 
+import django
 import pytest
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import DatabaseError, OperationalError, connection, connections, transaction
@@ -155,8 +157,8 @@ def debugging():
 
 
 @contextlib.contextmanager
-def replaced(owner, name):
-    """A method replaced as tracers do it: by a function that calls the real one, and looks like it."""
+def replaced(owner, name, file=__file__):
+    """A method replaced as tracers do it: by a function of ``file`` that calls the real one, and looks like it."""
     real, calls = getattr(owner, name), []
 
     @functools.wraps(real)
@@ -164,10 +166,14 @@ def replaced(owner, name):
         calls.append(name)
         return real(*arguments, **keywords)
 
+    trace.__code__ = trace.__code__.replace(co_filename=str(file))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, trace)
         yield lambda: len(calls)
 
+
+DJANGO = Path(django.__file__).parent
 
 OBSERVERS = {
     "captured": captured,
@@ -177,6 +183,7 @@ OBSERVERS = {
     "cursors of all connections": lambda: replaced(type(connections["default"]), "cursor"),
     "new cursors": lambda: replaced(type(connections["default"]), "create_cursor"),
     "execute": lambda: replaced(CursorWrapper, "execute"),
+    "execute, by an extension of Django": lambda: replaced(CursorWrapper, "execute", f"{DJANGO}_tracer/tracer.py"),
     "the driver's connection": lambda: replaced(connections["default"].connection, "cursor"),
 }
 

@@ -22,7 +22,7 @@ from django.apps import apps
 from django.db.backends.utils import CursorWrapper
 
 _STOCK = ("django.db.backends.postgresql.base", "django.contrib.gis.db.backends.postgis.base")
-_DJANGO = str(Path(django.__file__).parent)
+_DJANGO = Path(django.__file__).parent
 _METHODS = ("cursor", "_cursor", "create_cursor", "_prepare_cursor", "make_cursor")  # of a connection
 
 _of_connection = attrgetter(*_METHODS)
@@ -76,7 +76,7 @@ def _is_stock(kind: type) -> bool:
 
 
 def _is_djangos(method: object) -> bool:
-    return type(method) is FunctionType and method.__code__.co_filename.startswith(_DJANGO)
+    return type(method) is FunctionType and _DJANGO in Path(method.__code__.co_filename).parents
 
 
 def _take_cursor(connection: Any) -> Any:
