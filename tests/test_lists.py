@@ -951,6 +951,15 @@ def test_a_run_whose_process_died_before_its_start_comes_again_one_by_one(calls)
     check_invariants()
 
 
+def test_a_message_whose_lease_ran_out_takes_no_follower_along(calls):
+    listing(calls, ordering="key")
+    head = put("job", 0, ordering_key="a")
+    lapse(*[lease.message for lease in Claimer(using="default", worker="w").claim(10, seconds=60, start=0).leases])
+    follower = put("job", 1, ordering_key="a")
+    assert [lease.id for lease in take()] == [head.pk]
+    assert fresh(follower).lease_token is None
+
+
 def test_only_a_run_makes_a_transaction_larger_than_it_shall_be(calls):
     listing(calls, ordering="key")
     listing(calls, "free")
