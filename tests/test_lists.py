@@ -764,8 +764,8 @@ def test_a_row_that_left_its_lane_ends_the_run(calls, monkeypatch):
 @rows_can_be_locked
 def test_a_claim_of_a_run_locks_no_other_row(calls, second_connection):
     listing(calls, ordering="key")
-    for n in range(3):
-        put("job", n, ordering_key="a")
+    followers = [put("job", n, ordering_key="a") for n in range(3)][1:]
+    Message.objects.filter(pk__in=[row.pk for row in followers]).update(due_at=None)
     other, watcher, seen = put("job", 9, deliver_at=rows.ahead(3600)), second_connection(), []
 
     def look(execute, sql, params, many, context):
