@@ -727,6 +727,24 @@ def test_r6_the_next_claim_passes_by_a_locked_lane_and_brings_another(second_con
 
 @rows_can_be_locked
 @pytest.mark.timeout(30)
+def test_r6_a_lane_that_is_free_again_is_not_put_off(second_connection, monkeypatch):
+    monkeypatch.setattr(looking, "PATIENCE", -1.0)  # each lock has lasted for too long
+    heads = [put("account", key) for key in "ab"]
+    leases = take()
+    knocks, other = [put("account", key) for key in "ab"], put("account", "c", due_at=rows.ago(0))
+    own = claimer()
+    with locked_elsewhere(second_connection, *heads, other):  # so that the next claim tries for more than it may take
+        assert own.claim(5, seconds=60).contended
+        assert own.claim(5, seconds=60).snoozed
+    settle("default", [verdict(lease) for lease in leases])
+    Message.objects.filter(pk__in=[row.pk for row in knocks]).update(due_at=rows.ago(1))
+    (first,) = own.claim(1, seconds=60).leases
+    (left,) = [row for row in knocks if row.pk != first.id]
+    assert places(left) == ["due"]
+
+
+@rows_can_be_locked
+@pytest.mark.timeout(30)
 def test_a_locked_row_of_a_crowded_lane_does_not_hold_up_the_parking_of_the_others(second_connection):
     messages = lane_of_("account", 30)
     take_one(messages[0])

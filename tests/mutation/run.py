@@ -61,7 +61,7 @@ ENVIRONMENT = {"OUTBOX_MODEL_EXAMPLES": "25", "OUTBOX_MODEL_SHRINK": "0", "OUTBO
 PRELOADED = ["django.db.models", "django.test"]  # by the process that all others are copied from
 PATIENCE = 240.0  # seconds for the tests of one mutant; then they hang, and so they have noticed
 LONG_PATIENCE = 1800.0  # for the first run
-QUICK = 8  # one guard of so many, always the same ones, fits into every run
+QUICK = 16  # one guard of so many, always the same ones, fits into every run
 FEW = 5  # tests of a line; what they did may have been remembered for all others: then those of the whole file are run
 FAVOURITES = 8  # tests that noticed most in this file so far, tried first
 
