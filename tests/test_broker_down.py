@@ -76,7 +76,7 @@ def broker(settings, monkeypatch):
         broker.close()
 
 
-@pytest.mark.parametrize("mood", ["closed", "silent"])
+@pytest.mark.parametrize("mood", ["closed", pytest.param("silent", marks=pytest.mark.slow)])
 def test_a_broker_that_is_down_delays_no_other_topic_and_loses_nothing(broker, mood):
     """Scenario 64."""
     broker.mood = mood

@@ -380,6 +380,7 @@ def test_discard_takes_pending_messages_only_when_told():
     assert found == {"discarded": [pending.pk], "skipped": {str(leased.pk): "in flight"}}
 
 
+@pytest.mark.slow
 def test_five_thousand_messages_are_requeued_in_bounded_batches():
     """Scenario 42: on every database, without a sliced subquery."""
     row = rows.dead()

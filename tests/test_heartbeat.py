@@ -160,6 +160,7 @@ def test_renewal_that_fails_alone_ends_the_process(beating, monkeypatch):
     assert "while other statements succeed" in heartbeat.given_up[0]
 
 
+@pytest.mark.slow
 def test_renewal_that_fails_with_everything_else_is_waited_for(beating, monkeypatch):
     """Invariant 6: with the database away it waits."""
     failures = [1] * 10_000
@@ -173,6 +174,7 @@ def test_renewal_that_fails_with_everything_else_is_waited_for(beating, monkeypa
     wait_until(lambda: lease.deadline > time.monotonic())
 
 
+@pytest.mark.slow
 def test_a_database_that_can_write_nothing_is_waited_for_though_it_answers(beating, monkeypatch):
     """A full disk: claims that find nothing go on succeeding, renewals fail for longer than any lease."""
     failures = [1] * 10_000

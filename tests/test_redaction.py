@@ -128,6 +128,7 @@ def test_a_document_that_is_cut_or_escaped_is_masked_all_the_same(text):
     assert "s3cret" not in mask(text, kind="headers")
 
 
+@pytest.mark.slow
 def test_masking_takes_a_time_that_grows_with_the_text_and_no_faster():
     """Ten times the text: a hundred times as long if each place were compared with each other."""
 

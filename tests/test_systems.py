@@ -325,6 +325,7 @@ def test_a08_one_topic_is_serial_different_topics_are_parallel_and_a_slow_one_ta
         assert [key for key in order if key.rpartition(" ")[0] == topic] == [f"{topic} {n}" for n in range(3)]
 
 
+@pytest.mark.slow
 def test_a08_what_is_in_flight_is_renewed(start):
     stage_now(topics.MODULE, {"item": "42"}, event_key="long scan")
     processes = [start("--lease", "0.4", latency="media server=1.3") for _ in range(2)]
@@ -362,6 +363,7 @@ def test_a10_a_stop_waits_for_what_runs_and_starts_nothing_more(start):
     assert (message("not started").state, message("not started").spent) == ("pending", 0)
 
 
+@pytest.mark.slow
 def test_a10_a_stop_with_a_time_limit_leaves_what_still_runs_to_others(start):
     stage_now(topics.MODULE, {"item": "1"}, event_key="running")
     process = start("--grace", "0.2", latency="media server=60")
@@ -403,6 +405,7 @@ def test_a11_a_function_that_returns_false_has_not_confirmed():
     assert message("unsure").state == "pending"
 
 
+@pytest.mark.slow
 def test_a11_what_somebody_else_holds_is_skipped(start):
     intent = Intent(topics.NOTIFICATION, {"title": "A film"}, event_key="taken")
     with transaction.atomic():

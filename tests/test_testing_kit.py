@@ -669,7 +669,7 @@ def run_in(directory, *arguments, **environment):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("runner", ["django", "pytest"])
+@pytest.mark.parametrize("runner", [pytest.param("django", marks=pytest.mark.slow), "pytest"])
 def test_a_small_project_tests_on_sqlite_in_memory(tmp_path, runner):
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "__init__.py").touch()

@@ -182,6 +182,7 @@ def test_an_old_process_leaves_a_new_topic_alone(dispatch, journal):
     assert old.poll() is None
 
 
+@pytest.mark.slow
 def test_a_broken_deployment_touches_no_message(dispatch):
     """Scenario 55: a handler module that cannot be imported is no fault of the message."""
     row = put("work", {})
@@ -299,6 +300,7 @@ def test_it_runs_under_the_autoreloader(process_environment, journal):
     assert state(row) == State.DELIVERED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", ["succeeds", "fails"])
 def test_a_row_that_is_deleted_while_its_handler_runs_costs_a_line_in_the_log(dispatch, journal, gate, after):
     """Scenario 58."""

@@ -103,6 +103,7 @@ def test_a_dispatcher_that_may_not_wait_for_its_database_ends_with_1(dispatch, t
     assert wait_for_exit(process) == 1
 
 
+@pytest.mark.slow
 def test_usage_errors_exit_with_2(dispatch):
     assert wait_for_exit(dispatch("--topic", "nothing.*")) == 2
     assert wait_for_exit(dispatch("--once", "--drain")) == 2

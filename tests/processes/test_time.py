@@ -139,8 +139,9 @@ def test_with_time_zones_it_does_so_too(process_environment, journal):
     live(process_environment, journal, USE_TZ="True", TIME_ZONE=KATHMANDU)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(connection.vendor != "sqlite", reason="the clock of a server cannot be set from here")
-@pytest.mark.parametrize("night", [AUTUMN, pytest.param(SPRING, marks=pytest.mark.slow)], ids=["autumn", "spring"])
+@pytest.mark.parametrize("night", [AUTUMN, SPRING], ids=["autumn", "spring"])
 def test_in_the_nights_when_clocks_change_leases_and_backoffs_keep_their_length(process_environment, journal, night):
     """Scenario 21."""
     live(
