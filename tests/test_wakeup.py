@@ -416,7 +416,8 @@ def test_a_notification_leaves_nothing_in_the_session(alias, listener, options):
     pytest.importorskip("psycopg")
     session = alias("special", **options)
     session.settings_dict["CONN_MAX_AGE"] = 0
-    session.ensure_connection()
+    with session.cursor() as cursor:
+        cursor.execute("SET synchronous_commit TO local")
     wakeup.hint("special")
     wakeup.hint("special")
     assert listener() == 2
@@ -425,7 +426,7 @@ def test_a_notification_leaves_nothing_in_the_session(alias, listener, options):
             "SELECT current_setting('synchronous_commit'), current_setting('lock_timeout'), "
             "(SELECT count(*) FROM pg_prepared_statements)"
         )
-        assert cursor.fetchone()[:2] == ("on", "0")
+        assert cursor.fetchone()[:2] == ("local", "0")
     assert session.get_autocommit()
 
 
