@@ -130,14 +130,9 @@ class Evidence:
 
     def deaf(self, pid):
         """Long intervals in which a process could not renew: frozen, without a database, or the machine was stuck."""
-        until = self.lines[-1]["at"]
-        thaws = [line["at"] for line in self.by_event["thaw"] if line["pid"] == pid]
-        whose = self.by_event["freeze"]
-        if self.terms.has_server:
-            whose = [line for line in whose if line["pid"] == pid]
-        else:  # on SQLite a frozen process may hold the lock that all need
-            thaws = [line["at"] for line in self.by_event["thaw"]]
-        found = [(line["since"], min((at for at in thaws if at > line["since"]), default=until)) for line in whose]
+        # on SQLite a frozen process may hold the lock that all need
+        whose = [line for line in self.by_event["freeze"] if line["pid"] == pid or not self.terms.has_server]
+        found = [(line["since"], self._thawed(line["pid"], line["since"])) for line in whose]
         found += [(line["since"], line["at"]) for line in self.by_event["back"]]
         found += [(line["since"], line["at"]) for event in ("stall", "slow") for line in self.by_event[event]]
         found += [(line["since"], line["at"]) for line in self.by_event["late"] if line["pid"] == pid]
@@ -157,6 +152,11 @@ class Evidence:
             if begin + LEAST * given.LEASE <= taken <= end + RETURN:
                 return "deaf"
         return ""
+
+    def _thawed(self, pid, since):
+        """When a process that was stopped then went on; the end of the journal if it never did."""
+        later = (line["at"] for line in self.by_event["thaw"] if line["pid"] == pid and line["at"] > since)
+        return min(later, default=self.lines[-1]["at"])
 
     def taken_over(self, each):
         """When the lease of an execution was taken over, and why that was right; None if it was not.
@@ -183,9 +183,8 @@ class Evidence:
 
     def was_frozen(self, pid, since, until):
         """Whether a process was stopped in some part of this time, be it for ever so short."""
-        thaws = [line["at"] for line in self.by_event["thaw"] if line["pid"] == pid]
         return any(
-            line["since"] <= until and min((at for at in thaws if at > line["since"]), default=until) >= since
+            line["since"] <= until and self._thawed(pid, line["since"]) >= since
             for line in self.by_event["freeze"]
             if line["pid"] == pid
         )

@@ -329,6 +329,12 @@ def test_on_sqlite_any_frozen_process_may_hold_the_lock(story):
     assert "leases_run_out_for_a_reason" not in story.broken()
 
 
+def test_on_sqlite_the_return_of_another_process_does_not_end_a_freeze(story):
+    story.terms = Story("sqlite").terms
+    story.note("thaw", 20.5, pid=9)
+    assert "leases_run_out_for_a_reason" not in story.broken()
+
+
 def test_a_seed_replays_a_plan():
     agreed = Story().terms
     assert make(agreed) == make(terms.load(agreed.dump()))
