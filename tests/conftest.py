@@ -111,6 +111,26 @@ def statement_path(request, monkeypatch):
 
 
 @pytest.fixture
+def alias():
+    """Return a function that adds an alias of the test database with other settings, for this thread and test."""
+    added = []
+
+    def add(name, **options):
+        connections[name] = connections["default"].copy(name)
+        connections[name].settings_dict["OPTIONS"].update(options)
+        connections[name].settings_dict["CONN_MAX_AGE"] = 0  # as a pool demands
+        added.append(name)
+        return connections[name]
+
+    yield add
+    for name in added:
+        connections[name].close()
+        if connections[name].vendor == "postgresql":
+            connections[name].close_pool()
+        del connections[name]
+
+
+@pytest.fixture
 def second_connection(transactional_db):
     """Return a function that opens an independent connection to the test database.
 

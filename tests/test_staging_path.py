@@ -46,25 +46,6 @@ def taken(monkeypatch):
     return found
 
 
-@pytest.fixture
-def alias():
-    """Return a function that adds an alias of the test database with other options, for this thread and test."""
-    added = []
-
-    def add(name, **options):
-        connections[name] = connections["default"].copy(name)
-        connections[name].settings_dict["OPTIONS"].update(options)
-        connections[name].settings_dict["CONN_MAX_AGE"] = 0  # as a pool demands
-        added.append(name)
-        return connections[name]
-
-    yield add
-    for name in added:
-        connections[name].close()
-        connections[name].close_pool()
-        del connections[name]
-
-
 def stage_alone(key="k", using="default"):
     with transaction.atomic(using=using):
         return stage("order.paid", {"a": 1}, event_key=key, using=using)

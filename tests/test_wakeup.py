@@ -81,25 +81,6 @@ def miserly(monkeypatch):
     monkeypatch.setattr(wakeup, "SILENCE", LONG)
 
 
-@pytest.fixture
-def alias():
-    """Return a function that adds an alias of the test database with other settings, for this thread and test."""
-    added = []
-
-    def add(name, **options):
-        connections[name] = connections["default"].copy(name)
-        connections[name].settings_dict["OPTIONS"].update(options)
-        added.append(name)
-        return connections[name]
-
-    yield add
-    for name in added:
-        connections[name].close()
-        if connections[name].vendor == "postgresql":
-            connections[name].close_pool()
-        del connections[name]
-
-
 def quieten(waiter):
     """Let a waiter open its ear and prove it; what follows is news."""
     deadline = monotonic() + LONG
