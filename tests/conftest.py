@@ -1,6 +1,7 @@
 """What every test may use: the kind of database, a second connection, real processes."""
 
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from django.db import connections, transaction
 from django.test import TransactionTestCase
 
 from outbox.database import can_listen, direct
+from outbox.retries import RetryPolicy
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGIN = "outbox"
@@ -57,8 +59,10 @@ def django_db_setup(django_db_setup, django_db_blocker):
     """Let the test databases of a PostgreSQL server commit without waiting for the disk, in every process."""
     with django_db_blocker.unblock():
         for connection in connections.all():
-            if connection.vendor == "postgresql":
-                name = connection.ops.quote_name(connection.settings_dict["NAME"])
+            config = connection.settings_dict
+            is_made = config["NAME"] == config["TEST"]["NAME"]  # for the tests chosen, which may need one alias only
+            if is_made and connection.vendor == "postgresql":
+                name = connection.ops.quote_name(config["NAME"])
                 with connection.cursor() as cursor:
                     cursor.execute(f"ALTER DATABASE {name} SET synchronous_commit TO off")
                 connection.close()
@@ -90,6 +94,20 @@ def _quick_cleaning():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TransactionTestCase, "_fixture_teardown", delete_rows)
+        yield
+
+
+class LaterHalf:
+    """Draws from the later half only: full jitter may make a message due again at once, within the same drain."""
+
+    def random(self):
+        return random.uniform(0.5, 1.0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_retry_at_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RetryPolicy.delay, "__defaults__", (LaterHalf(),))
         yield
 
 
