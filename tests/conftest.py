@@ -101,7 +101,7 @@ class LaterHalf:
     """Draws from the later half only: full jitter may make a message due again at once, within the same drain."""
 
     def random(self):
-        return random.uniform(0.5, 1.0)
+        return (1 + random.random()) / 2
 
 
 @pytest.fixture(scope="session", autouse=True)
