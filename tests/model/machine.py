@@ -166,8 +166,10 @@ class Machine(RuleBasedStateMachine):
             assert self.reference.may_start(messages[lease.id]), f"{messages[lease.id]} was leased"
         for row in closed:
             self.reference.close(row)
+        assert sum(lease.charged for lease in leases) <= start
         for number, lease in enumerate(leases):
-            self._grant(lease, charged=number < start)
+            # a place among the first may have gone to a row that was settled; that charge is made at the start
+            self._grant(lease, charged=lease.charged if closed else number < start)
         return closed
 
     def _grant(self, lease, *, charged):
