@@ -166,17 +166,18 @@ class Machine(RuleBasedStateMachine):
             assert self.reference.may_start(messages[lease.id]), f"{messages[lease.id]} was leased"
         for row in closed:
             self.reference.close(row)
-        assert sum(lease.charged for lease in leases) <= start
-        for number, lease in enumerate(leases):
-            # a place among the first may have gone to a row that was settled; that charge is made at the start
-            self._grant(lease, charged=lease.charged if closed else number < start)
+        charged = [lease.charged for lease in leases]
+        # Each row that was settled may have stood in the place of one to be charged, whose charge is made at its start.
+        assert min(start, len(leases)) - len(closed) <= sum(charged) <= start
+        assert charged == sorted(charged, reverse=True), "those that start come first"
+        for lease in leases:
+            self._grant(lease)
         return closed
 
-    def _grant(self, lease, *, charged):
+    def _grant(self, lease):
         row = self.reference.messages[lease.id]
-        assert lease.charged == charged
         assert all(lease.token != each.token or lease.id != each.id for each in self.leases)
-        self.reference.grant(row, lease.token, charged=charged)
+        self.reference.grant(row, lease.token, charged=lease.charged)
         assert (lease.attempt, lease.message.spent, lease.message.lapses) == (row.attempt, row.spent, row.lapses)
         self.leases.append(lease)
 
@@ -236,7 +237,8 @@ class Machine(RuleBasedStateMachine):
             return
         assert onward
         assert able == [self.reference.messages[each.next.id]], f"handed over: {each.next.message}"
-        self._grant(each.next, charged=True)
+        assert each.next.charged
+        self._grant(each.next)
 
     @precondition(lambda self: self.over)
     @rule(pick=st.integers(0, 9), name=verdicts)
