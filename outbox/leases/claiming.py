@@ -17,6 +17,7 @@ from outbox.leases.floors import Floors
 from outbox.leases.holding import renew
 from outbox.leases.lease import Lease, draw_token
 from outbox.leases.looking import MOST_HIDING, MOST_SPARE, Obstacles, choose, read
+from outbox.leases.rivals import Rivals
 from outbox.leases.shortcut import lease_at_once, leased_unanswered
 from outbox.leases.taking import SNOOZE, Taken, take
 from outbox.leases.terms import Terms
@@ -77,6 +78,7 @@ class Claimer:
         self._rows = Obstacles()
         self._lanes = Obstacles()
         self._hiding = 0
+        self._rivals = Rivals()
         self._snoozed_until = 0.0
         self._floors = Floors()
         self._doubtful: list[Lease] = []
@@ -105,7 +107,7 @@ class Claimer:
         for _ in range(LOOKS):
             hiding = self._hiding
             claim = self._claim(terms, alone=alone)
-            if claim.leases or claim.events or self._hiding <= hiding:
+            if claim.leases or claim.events or not (self._hiding > hiding or self._rivals.just_met):
                 break  # else rows that cannot be had are known now: try others, and look further
         return claim
 
@@ -132,8 +134,10 @@ class Claimer:
         if not names or terms.limit <= 0:
             return Claim()
         terms.lasting = self._lanes.lasting()
-        spare = min(self._hiding, MOST_SPARE)
-        candidates, full = read(self.using, names, terms.limit + 2 * min(self._hiding, MOST_HIDING), self._floors)
+        blocks = self._rivals.blocks
+        spare = min(self._hiding, MOST_SPARE) if blocks == 1 else 0
+        width = terms.limit * blocks + 2 * min(self._hiding, MOST_HIDING)
+        candidates, full = read(self.using, names, width, self._floors)
         choice = choose(
             candidates,
             self.routes,
@@ -143,14 +147,17 @@ class Claimer:
             alone=alone,
             rows=self._rows.in_the_way(),
             lanes=self._lanes.in_the_way() - terms.lasting,
+            blocks=blocks,
         )
         self._hiding = choice.hiding
         if not choice.ids:
+            self._rivals.meet(0, tried=0)
             return Claim(lonely=choice.lonely, contended=bool(choice.avoided), snoozed=self._has_snoozed())
         if choice.solo:
             terms.solo, terms.limit, terms.start = True, 1, 1
         taken = self._take_at_once(choice.ids, terms) if choice.plain and not spare else self._take(choice.ids, terms)
         self._hiding += len(taken.missed)
+        self._rivals.meet(len(taken.missed), tried=len(choice.ids))
         served = {lease.handler.name for lease in taken.leases}
         self._order.sort(key=lambda route: self.routes[route].name in served)  # who was served comes last next time
         progress = bool(taken.leases or taken.events or taken.moved)

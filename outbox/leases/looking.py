@@ -12,6 +12,7 @@ from outbox.database import ROUTES_PER_STATEMENT, due_routes
 from outbox.handlers import Handler
 from outbox.leases.floors import Floors
 from outbox.leases.lease import ALONE_FROM
+from outbox.leases.rivals import begin_anywhere
 from outbox.models import Message
 
 WIDTH = 20  # rows that a look reads of a route at least, so that crowded lanes are seen
@@ -112,10 +113,12 @@ def choose(
     alone: bool,
     rows: Collection[int] = (),
     lanes: Collection[int] = (),
+    blocks: int = 1,
 ) -> Choice:
     """Choose in turn one of each handler, while there is room; all knocks at one lane count as one.
 
     ``order``: the routes, the one whose turn it is first. ``rows`` and ``lanes`` are the obstacles to avoid.
+    ``blocks``: among rivals, of how many parts of the plain rows of each handler one is tried for.
     """
     free = [row for row in candidates if row.id not in rows and row.lane not in lanes]
     avoided = len(candidates) - len(free)
@@ -126,6 +129,9 @@ def choose(
     for row in free:
         if row.lapses < ALONE_FROM:
             queues[routes[row.route].name].append(row)
+    plain = not any(row.lane is not None or row.lapses for row in free)
+    if plain and blocks > 1:
+        queues = {name: begin_anywhere(rows, limit, blocks) for name, rows in queues.items()}
     chosen: list[int] = []
     left = limit
     for layer in zip_longest(*(units[: room[name]] for name, units in _units(queues).items())):
@@ -134,7 +140,6 @@ def choose(
                 chosen += unit
                 left -= 1
     rest = len(chosen) + len(lonely) < len(free)
-    plain = not any(row.lane is not None or row.lapses for row in free)
     hiding = avoided + len(lonely)
     return Choice(ids=chosen, plain=plain, lonely=bool(lonely), rest=rest, avoided=avoided, hiding=hiding)
 
