@@ -70,10 +70,10 @@ def django_db_setup(django_db_setup, django_db_blocker):
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_cleaning():
-    """Empty the tables after a transactional test with DELETE, and keep the content types.
+    """Empty the tables after a transactional test with DELETE, and keep the content types and the connection.
 
-    Django truncates and then creates content types and permissions anew: a quarter of a second
-    on PostgreSQL, ten times what the DELETEs take.
+    Django truncates and then creates content types and permissions anew: a quarter of a second on PostgreSQL,
+    ten times what the DELETEs take. And it opens a connection for each test, where the server reads its catalogs again.
     """
     kept = {ContentType, Permission}
     models = [model for model in apps.get_models(include_auto_created=True) if model not in kept]
@@ -94,6 +94,7 @@ def _quick_cleaning():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TransactionTestCase, "_fixture_teardown", delete_rows)
+        patch.setattr(TransactionTestCase, "_should_reload_connections", lambda case: False)
         yield
 
 

@@ -27,7 +27,7 @@ def play(answer, directory, environment, files, order=None, traced=None):
 
     recorder = Recorder({str(Path(directory, name)): name for name in traced or ()})
     plugins = [recorder, Order(order)] if order is not None else [recorder]
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-o", "timeout=45"]
+    options = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-o", "timeout=45"]
     status = pytest.main([*options, *files], plugins=plugins)
     import outbox
 
