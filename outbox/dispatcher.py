@@ -199,7 +199,12 @@ class Dispatcher:
         self._settler.forget_due()
         self._heartbeat.catch_up()
         claim = self._claimer.claim(
-            want.limit, seconds=self.plan.lease, start=want.start, room=want.room, alone=self._appetite.alone
+            want.limit,
+            seconds=self.plan.lease,
+            start=want.start,
+            room=want.room,
+            alone=self._appetite.alone,
+            ours=self._slots.lanes(),
         )
         self.vitals.work(claimed=True)
         self._outage.over()

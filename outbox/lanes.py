@@ -35,7 +35,7 @@ from outbox.database import (
 from outbox.models import Message, State
 
 LOOKS = 3  # at a lane that changes under our eyes, before the transaction is done again
-WINDOW = 500  # due rows, at most, that are looked through at once for those of a crowded lane
+WINDOW = 2000  # due rows, at most, that are looked through at once for those of a crowded lane
 CROWDED = 4  # followers in one pick that make a lane crowded
 _TABLE = Message._meta.db_table
 _COLUMNS = ("state", "due_at", "lane", "lease_token")

@@ -241,6 +241,10 @@ class Slots:
             ]
             return [*self._queued.all(), *ready, *running, *self._ending]
 
+    def lanes(self) -> set[int]:
+        """The lanes of what is held."""
+        return {lease.message.lane for lease in self.held() if lease.message.lane is not None}
+
     def unfinished(self) -> list[Running]:
         """Every handler that still runs."""
         with self._lock:

@@ -167,7 +167,7 @@ def reply_lost(*, times=1):
 
     def change_and_die(execute, sql, params, many, context):
         result = execute(sql, params, many, context)
-        if sql.startswith("UPDATE") and not connection.in_atomic_block:
+        if sql.startswith(("UPDATE", "WITH")) and not connection.in_atomic_block:
             die()
         return result
 

@@ -285,6 +285,7 @@ def test_an_old_database_is_named(monkeypatch):
     assert in_databases("default") == {}
 
 
+@pytest.mark.django_db  # what MySQL it is, its features ask
 def test_a_foreign_database_is_named(monkeypatch):
     monkeypatch.setattr(connections["default"], "vendor", "oracle")
     assert unsupported(connection).endswith("is not supported")

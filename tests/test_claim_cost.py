@@ -11,6 +11,7 @@ from itertools import count
 import pytest
 from django.db import connection, transaction
 
+from outbox import lanes
 from outbox.database import server_now
 from outbox.handlers import registry
 from outbox.leases import renew, settle
@@ -214,8 +215,9 @@ def test_an_empty_look_costs_nothing_however_much_lies_in_the_table(crowd):
     assert meter.work <= 100
 
 
-def test_followers_of_a_blocked_head_are_parked_once_in_bounded_steps():
+def test_followers_of_a_blocked_head_are_parked_once_in_bounded_steps(monkeypatch):
     """P11: a dead head with thousands of followers; each claim parks what it saw and a window, and then never again."""
+    monkeypatch.setattr(lanes, "WINDOW", 500)
     blocked_heads(1)
     fill(CROWD, "stock", ordering_key="0")
     own, most = claimer(), 0

@@ -11,6 +11,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DataError, IntegrityError, OperationalError, connection, connections, transaction
 from django.test import override_settings
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone, translation
 
 from outbox import Bury, Discard, Retry, RetryPolicy, Snooze, Unavailable, handler, signals
@@ -561,6 +562,15 @@ def test_an_atomic_handler_commits_its_writes_and_the_completion_together():
     row, settled = deliver(function, atomic=True)
     assert (row.state, settled.status) == (State.DELIVERED, "settled")
     assert Order.objects.get().reference == "the-job"
+
+
+def test_an_atomic_handler_costs_one_statement_beside_its_own():
+    lease = take(lambda message: Order.objects.create(reference=message.event_key), atomic=True)
+    with CaptureQueriesContext(connection) as queries:
+        settled = run(lease)
+    assert settled.status == "settled"
+    verbs = [query["sql"].split()[0] for query in queries]
+    assert [verb for verb in verbs if verb not in ("BEGIN", "COMMIT")] == ["INSERT", "UPDATE"]
 
 
 @pytest.mark.parametrize(

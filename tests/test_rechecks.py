@@ -1,9 +1,9 @@
 """Every write repeats in its WHERE what was judged before: no lock, and no look, is relied on alone."""
 
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 
 from outbox import lanes
 from outbox.database import Stale, again
@@ -36,7 +36,7 @@ def changing_before_each_update(row, values):
     busy = []
 
     def wrapper(execute, sql, params, many, context):
-        if not busy and sql.startswith("UPDATE") and "outbox_message" in sql:
+        if not busy and sql.startswith(("UPDATE", "WITH")) and "outbox_message" in sql:
             busy.append(sql)
             Message.objects.filter(pk=row.pk).update(**values)
             busy.clear()
@@ -53,6 +53,17 @@ def a_delivery(key):
     row = put("account", key)
     lease = take_one(row)
     return row, lambda: end(lease)
+
+
+def a_delivery_by_an_atomic_handler(key):
+    row = put("account", key)
+    lease = take_one(row)
+
+    def write():
+        with transaction.atomic():
+            end(lease)
+
+    return row, write
 
 
 def a_failure(key):
@@ -152,7 +163,7 @@ CHANGES = {
 WRITES = [
     *(
         (write, change)
-        for write in (a_delivery, a_failure, a_charge, a_renewal)
+        for write in (a_delivery, a_delivery_by_an_atomic_handler, a_failure, a_charge, a_renewal)
         for change in ("settled", "held by another")
     ),
     *((a_claim, change) for change in ("settled", "leased to another")),
@@ -231,9 +242,11 @@ def test_a_message_that_comes_into_a_lane_meanwhile_is_leased_as_one_of_that_lan
     check_invariants()
 
 
-def test_a_message_that_comes_into_a_lane_meanwhile_leaves_it_with_its_delivery():
+@pytest.mark.parametrize("block", [nullcontext, transaction.atomic], ids=["", "in a transaction"])
+def test_a_message_that_comes_into_a_lane_meanwhile_leaves_it_with_its_delivery(block):
     row = put("account")
     lease = take_one(row)
     Message.objects.filter(pk=row.pk).update(lane=5, holder=5)
-    assert end(lease).status == "settled"
+    with block():
+        assert end(lease).status == "settled"
     check_invariants()

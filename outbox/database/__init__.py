@@ -25,7 +25,13 @@ from outbox.database.features import (
     unsupported,
 )
 from outbox.database.records import can_read_records, records
-from outbox.database.shortcuts import deliver_unlocked, increment_unlocked, lease_free
+from outbox.database.shortcuts import (
+    deliver_and_lease_next,
+    deliver_patiently,
+    deliver_unlocked,
+    increment_unlocked,
+    lease_free,
+)
 from outbox.database.statements import (
     ROUTES_PER_STATEMENT,
     Among,
@@ -64,6 +70,8 @@ __all__ = [
     "can_read_records",
     "close_quietly",
     "code_of",
+    "deliver_and_lease_next",
+    "deliver_patiently",
     "deliver_unlocked",
     "due_candidates",
     "due_routes",

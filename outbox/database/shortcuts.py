@@ -1,4 +1,4 @@
-"""Single statements, where UPDATE can return rows, for what takes a transaction elsewhere; nothing rests on them.
+"""Single statements for what takes several, where they suffice and the database has them; nothing rests on them.
 
 On PostgreSQL they leave alone what somebody has locked; SQLite has one writer, and no row locks to meet.
 """
@@ -39,12 +39,24 @@ def deliver_unlocked(using: str, table: str, rows: Sequence[tuple[int, int]]) ->
     connection = connections[using]
     if not _can_return_rows(connection):
         return set()
-    name, now, still = connection.ops.quote_name(table), _now(connection), _still(connection)
+    name, still = connection.ops.quote_name(table), _still(connection)
     where, params = _unlocked(
         connection, name, ("lease_token",), rows, f"{still}state = 'pending' AND {still}lane IS NULL"
     )
-    changes = f"state = 'delivered', settled_at = {now}, due_at = NULL, lease_token = NULL, lapses = 0"
-    return {pk for (pk,) in fetch(connection, f"UPDATE {name} SET {changes} WHERE {where} RETURNING id", params)}
+    sql = f"UPDATE {name} SET {_delivered(connection)} WHERE {where} RETURNING id"
+    return {pk for (pk,) in fetch(connection, sql, params)}
+
+
+def deliver_patiently(using: str, table: str, pk: int, token: int) -> bool:
+    """Write down the delivery of one row in no lane, as soon as nobody has it locked; whether that was done.
+
+    If not, the caller must look at it. For open transactions, on every database.
+    """
+    connection = connections[using]
+    where = f"id = {int(pk)} AND lease_token = {int(token)} AND state = 'pending' AND lane IS NULL"
+    with connection.cursor() as cursor:
+        cursor.execute(f"UPDATE {connection.ops.quote_name(table)} SET {_delivered(connection)} WHERE {where}")
+        return bool(cursor.rowcount)
 
 
 def lease_free(
@@ -81,6 +93,63 @@ def lease_free(
         f"WHERE {where} RETURNING {columns}"
     )
     return _instances(model, connection, fetch(connection, sql, [worker, *params]))
+
+
+def deliver_and_lease_next(
+    using: str,
+    model: type[models.Model],
+    rows: Sequence[tuple[int, int]],
+    *,
+    routes: Iterable[str],
+    token: int,
+    worker: str,
+    micros: int,
+    budget: int,
+) -> list[tuple[int, Any]]:
+    """Write down deliveries in lanes, given as (id, lease token), and lease the next message of each of these lanes.
+
+    Returns pairs: the id of a delivered row, and the next one as it is leased now, charged. Both or nothing: where no
+    next one is due, on one of ``routes``, within the ``budget``, free of lapses and locks, the caller must look at the
+    lane; above all where there is none, for one that has been put to sleep just now would sleep for ever.
+
+    It is the older version of a row that is ordered, the newer one that is judged: a statement sees what was committed
+    at its start, and reads a row that it locks again. Does nothing but on PostgreSQL.
+    """
+    connection = connections[using]
+    if connection.vendor != "postgresql":
+        return []
+    name, now = connection.ops.quote_name(model._meta.db_table), _now(connection)
+    columns = [connection.ops.quote_name(each.column or "") for each in model._meta.concrete_fields]
+    own = "p.state = 'pending' AND p.lane IS NOT NULL"
+    mine, params = _unlocked(connection, name, ("lease_token",), rows, own)
+    free = (
+        "p.lane = n.lane AND p.state = 'pending' AND p.lease_token IS NULL "
+        f"AND (p.due_at IS NULL OR p.due_at <= {now}) AND p.lapses = 0 AND p.spent < {int(budget)} "
+        f"AND (p.expires_at IS NULL OR p.expires_at > {now}) "
+        "AND p.route = ANY(%s)"
+    )
+    sql = (
+        # "h.lane >= " for the reason that `lane_heads` gives
+        f"WITH own AS MATERIALIZED (SELECT id, lane FROM {name} WHERE {mine}), "
+        f"n AS MATERIALIZED (SELECT own.id AS before, own.lane, (SELECT CASE WHEN h.lane = own.lane THEN h.id END "
+        f"FROM {name} h WHERE h.lane >= own.lane AND h.id <> own.id ORDER BY h.lane, h.id LIMIT 1) AS id FROM own), "
+        f"turns AS MATERIALIZED (SELECT p.id, n.before FROM {name} p JOIN n ON p.id = n.id "
+        f"WHERE p.id = ANY(ARRAY(SELECT n.id FROM n)) AND {free} ORDER BY p.id FOR UPDATE OF p SKIP LOCKED), "
+        f"done AS (UPDATE {name} SET {_delivered(connection)}, lane = NULL, holder = NULL "
+        f"WHERE id = ANY(ARRAY(SELECT before FROM turns)) RETURNING id), "
+        # the first of the two must be over, or two rows of a lane would hold it
+        f"leased AS (UPDATE {name} SET lease_token = {int(token)}, holder = lane, leased_by = %s, leased_at = {now}, "
+        f"due_at = {now} + {int(micros)}, attempt = attempt + 1, spent = spent + 1 "
+        f"WHERE id = ANY(ARRAY(SELECT turns.id FROM turns JOIN done ON done.id = turns.before)) "
+        f"RETURNING {', '.join(columns)}) "
+        f"SELECT turns.before, {', '.join(f'leased.{each}' for each in columns)} FROM leased JOIN turns USING (id)"
+    )
+    found = fetch(connection, sql, [*params, list(routes), worker])
+    return list(zip([row[0] for row in found], _instances(model, connection, [row[1:] for row in found]), strict=True))
+
+
+def _delivered(connection: Any) -> str:
+    return f"state = 'delivered', settled_at = {_now(connection)}, due_at = NULL, lease_token = NULL, lapses = 0"
 
 
 def _can_return_rows(connection: Any) -> bool:

@@ -13,6 +13,7 @@ from django.dispatch import Signal
 
 from outbox.database import again, is_loss, is_race
 from outbox.handlers import Handler, registry
+from outbox.leases.courtesy import Courtesy
 from outbox.leases.floors import Floors
 from outbox.leases.holding import renew
 from outbox.leases.lease import Lease, draw_token
@@ -79,6 +80,7 @@ class Claimer:
         self._lanes = Obstacles()
         self._hiding = 0
         self._rivals = Rivals()
+        self._courtesy = Courtesy()
         self._snoozed_until = 0.0
         self._floors = Floors()
         self._doubtful: list[Lease] = []
@@ -92,11 +94,12 @@ class Claimer:
         start: int | None = None,
         room: Mapping[str, int] | None = None,
         alone: bool = True,
+        ours: Collection[int] = (),
     ) -> Claim:
         """Lease up to ``limit`` due messages for ``seconds``; the first ``start`` of them are charged (default: all).
 
         ``room`` caps the messages by handler name. ``alone``: this process holds nothing else, so a message that
-        crashed its workers may be taken, and then nothing besides.
+        crashed its workers may be taken, and then nothing besides. ``ours``: the lanes of which it holds a message.
         """
         if self._unanswered is not None:
             self._doubtful += leased_unanswered(*self._unanswered)
@@ -106,7 +109,7 @@ class Claimer:
         terms = self._terms(limit, seconds=seconds, start=start, room=room)
         for _ in range(LOOKS):
             hiding = self._hiding
-            claim = self._claim(terms, alone=alone)
+            claim = self._claim(terms, alone=alone, ours=ours)
             if claim.leases or claim.events or not (self._hiding > hiding or self._rivals.just_met):
                 break  # else rows that cannot be had are known now: try others, and look further
         return claim
@@ -129,7 +132,8 @@ class Claimer:
             routes=self.routes,
         )
 
-    def _claim(self, terms: Terms, *, alone: bool) -> Claim:
+    def _claim(self, terms: Terms, *, alone: bool, ours: Collection[int]) -> Claim:
+        started = time.monotonic()
         names = [route for route in self._order if terms.room[self.routes[route].name] > 0]
         if not names or terms.limit <= 0:
             return Claim()
@@ -137,7 +141,9 @@ class Claimer:
         blocks = self._rivals.blocks
         spare = min(self._hiding, MOST_SPARE) if blocks == 1 else 0
         width = terms.limit * blocks + 2 * min(self._hiding, MOST_HIDING)
-        candidates, full = read(self.using, names, width, self._floors)
+        seen, full = read(self.using, names, width, self._floors)
+        spared = self._courtesy.spared(ours)
+        candidates = [row for row in seen if row.lane not in spared] if spared else seen
         choice = choose(
             candidates,
             self.routes,
@@ -152,10 +158,15 @@ class Claimer:
         self._hiding = choice.hiding
         if not choice.ids:
             self._rivals.meet(0, tried=0)
-            return Claim(lonely=choice.lonely, contended=bool(choice.avoided), snoozed=self._has_snoozed())
+            contended = bool(choice.avoided) or len(candidates) < len(seen)
+            return Claim(lonely=choice.lonely, contended=contended, snoozed=self._has_snoozed())
         if choice.solo:
             terms.solo, terms.limit, terms.start = True, 1, 1
         taken = self._take_at_once(choice.ids, terms) if choice.plain and not spare else self._take(choice.ids, terms)
+        if mine := [row for row in candidates if row.lane in ours]:
+            self._courtesy.disturbed(started)
+            self._rows.forget(row.id for row in mine)  # locked by a settlement of ours, if by anybody
+            self._lanes.forget(ours)
         self._hiding += len(taken.missed)
         self._rivals.meet(len(taken.missed), tried=len(choice.ids))
         served = {lease.handler.name for lease in taken.leases}

@@ -51,6 +51,10 @@ class Lease:
     def attempt(self) -> int:
         return self.message.attempt
 
+    def follow(self, before: Lease) -> None:
+        """Go on with the run of a lane."""
+        self.run, self.run_since = before.run + 1, before.run_since
+
     @property
     def call(self) -> list[Lease]:
         """What one call of the handler is given: this one, and its company."""

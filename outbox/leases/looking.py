@@ -49,12 +49,16 @@ class Obstacles:
         now = time.monotonic()
         old = [each for each, until in self._until.items() if until + FORGET < now]
         met = set(met)
-        for each in {*old, *tried} - met:
-            self._since.pop(each, None)
-            self._until.pop(each, None)
+        self.forget({*old, *tried} - met)
         for each in met:
             self._since.setdefault(each, now)
             self._until[each] = now + min(LONGEST_ALONE, LEAVE_ALONE + now - self._since[each])
+
+    def forget(self, gone: Iterable[int]) -> None:
+        """These are none."""
+        for each in gone:
+            self._since.pop(each, None)
+            self._until.pop(each, None)
 
     def in_the_way(self) -> set[int]:
         """Those to leave alone at present."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 
 from django.db import Error, connections
 
@@ -17,13 +17,13 @@ from outbox.handlers import Handler, registry
 from outbox.leases import runs
 from outbox.leases.lease import ALONE_FROM, Lease, draw_token, grant, hold
 from outbox.leases.outcomes import Closing, Row, Settled, Settlement, write
-from outbox.leases.shortcut import deliver_at_once
+from outbox.leases.shortcut import deliver_at_once, go_on_at_once
 from outbox.models import Message, Outcome, Reason, State
 
-LONGEST_RUN = 20  # messages of one lane handed over in a row
+LONGEST_RUN = 100  # messages of one lane handed over in a row
 LONGEST_RUN_SECONDS = 5.0  # then other processes get their chance
 LONGEST_WAIT = 100 * 365 * 86_400.0  # seconds: no verdict, however absurd, may exceed what a datetime can hold
-PAUSES = (0.0, 0.002, 0.01, 0.03)  # before each try: a claim that looks at a lane is gone in a moment
+PAUSES = (0.0, 0.002, 0.01, 0.03, 0.06)  # before each try: a claim that looks at a lane is gone in a moment
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +60,12 @@ def settle(
     """
     token = token or draw_token()
     patient = connections[using].in_atomic_block
-    results = {} if patient or recheck else deliver_at_once(using, settlements)
+    results = {} if recheck else deliver_at_once(using, settlements, patient=patient)
+    if hand_over is not None:
+        hand_over = cache(hand_over)
+        if not (patient or recheck):
+            may_follow = partial(_goes_on, hand_over)
+            results |= go_on_at_once(using, settlements, token=token, seconds=seconds, may_follow=may_follow)
     left = [place for place in range(len(settlements)) if place not in results]
     for pause in PAUSES:
         if not left:
@@ -165,13 +170,9 @@ def _recognised(group: _Group, settlement: Settlement) -> Settled:
             ours.update(due_at=ServerNow() + int(group.seconds * 1_000_000))
             deadline = time.monotonic() + group.seconds
             lease = hold(group.using, held, handler, deadline=deadline, charged=True)
-            result.next = _continue(settlement.lease, lease)
+            lease.follow(settlement.lease)
+            result.next = lease
     return result
-
-
-def _continue(before: Lease, after: Lease) -> Lease:
-    after.run, after.run_since = before.run + 1, before.run_since
-    return after
 
 
 def _closing(settlement: Settlement, row: Row) -> Closing:
@@ -221,7 +222,8 @@ def _go_on(group: _Group, settled: Sequence[tuple[Settled, Row]], successors: la
     worker = group.settlements[0].lease.worker
     granted = grant(group.using, pairs, token=group.token, worker=worker, seconds=group.seconds, charged=True)
     for (each, _, _), lease in zip(over, granted, strict=True):
-        each.next = _continue(each.settlement.lease, lease)
+        lease.follow(each.settlement.lease)
+        each.next = lease
 
 
 def _may_follow(group: _Group, lease: Lease, head: Message) -> Handler | None:
@@ -235,5 +237,10 @@ def _may_follow(group: _Group, lease: Lease, head: Message) -> Handler | None:
         return None
     if head.expires_at is not None and head.expires_at <= head.clock:
         return None
+    return handler if _goes_on(group.hand_over, lease) else None
+
+
+def _goes_on(hand_over: Callable[[Lease], bool], lease: Lease) -> bool:
+    """Whether the run of a lane may be longer by one, by its length and by what its worker wants."""
     fresh = lease.run + 1 < LONGEST_RUN and time.monotonic() - lease.run_since < LONGEST_RUN_SECONDS
-    return handler if fresh and group.hand_over(lease) else None
+    return fresh and hand_over(lease)

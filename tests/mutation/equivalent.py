@@ -37,7 +37,7 @@ EQUIVALENT = [
     ),
     Equivalent(
         path="outbox/database/shortcuts.py",
-        function="deliver_unlocked",
+        function="_delivered",
         guard="lapses = 0",
         change="kept",
         why="Only first attempts are delivered here, and no lease of theirs ever lapsed.",
@@ -209,13 +209,6 @@ EQUIVALENT = [
         guard="settled_at__gte=floor",
         change="dropped",
         why="It passes over rows that are gone, but not yet vacuumed away.",
-    ),
-    Equivalent(
-        path="outbox/leases/settling.py",
-        function="settle",
-        guard="patient",
-        change="dropped",
-        why="The statement would settle the same inside an open transaction; what is locked is left to the look.",
     ),
     Equivalent(
         path="outbox/leases/settling.py",
