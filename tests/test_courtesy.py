@@ -5,6 +5,8 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from outbox.leases import courtesy
+from outbox.models import Message
+from tests import rows
 from tests.specimens import (
     check_invariants,
     claimer,
@@ -97,3 +99,20 @@ def test_without_a_look_a_lane_goes_on_by_one_statement(database_kind):
     assert [each.id for each in nexts] == [row.pk for row in second]
     assert (len(queries) == len(leases)) == (database_kind == "postgresql")
     check_invariants()
+
+
+@rows_can_be_locked
+def test_nobody_waits_for_the_next_message_of_a_lane(second_connection):
+    first, second = put("account", "a"), put("account", "a")
+    lease = take_one(first)
+    with locked_elsewhere(second_connection, second):
+        assert end(lease, hand_over=hand_over).status == "busy"
+    assert end(lease, hand_over=hand_over).next.id == second.pk
+
+
+def test_a_next_message_whose_lease_ran_out_is_left_to_a_claim():
+    first, second = put("account", "a"), put("account", "a")
+    lease = take_one(first)
+    Message.objects.filter(pk=second.pk).update(lease_token=77, due_at=rows.ago(1))
+    assert end(lease, hand_over=hand_over).next is None
+    assert (fresh(second).lease_token, fresh(second).attempt) == (77, 0)

@@ -711,6 +711,15 @@ def test_inside_the_callers_transaction_a_settlement_waits_its_turn(second_conne
     assert fresh(row).state == State.PENDING  # rolled back each time
 
 
+def test_inside_the_callers_transaction_one_delivery_is_no_other():
+    """All leases of a claim carry the same token."""
+    first, second = put("mail"), put("mail")
+    lease, _ = take()
+    with transaction.atomic():
+        assert end(lease).status == "settled"
+    assert (fresh(first).state, fresh(second).state) == (State.DELIVERED, State.PENDING)
+
+
 def settle_atomically(lease):
     """Settle inside an atomic block that is then rolled back."""
     with transaction.atomic():

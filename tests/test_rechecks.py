@@ -99,6 +99,12 @@ def a_hand_over(key):
     return follower, lambda: end(lease, hand_over=hand_over)
 
 
+def a_delivery_with_hand_over(key):
+    head, _ = put("account", "a"), put("account", "a", due_at=None)
+    lease = take_one(head)
+    return head, lambda: end(lease, hand_over=hand_over)
+
+
 def a_wake_up(key):
     head, follower = put("account", "a"), put("account", "a", due_at=None)
     lease = take_one(head)
@@ -169,6 +175,7 @@ WRITES = [
     *((a_claim, change) for change in ("settled", "leased to another")),
     *((a_second_claim, change) for change in ("settled", "put off")),
     *((a_hand_over, change) for change in ("settled", "leased to another")),
+    *((a_delivery_with_hand_over, change) for change in ("settled", "held by another")),
     *((a_wake_up, change) for change in ("dead", "held by another", "put off")),
     *((a_parking, change) for change in ("settled", "holder", "put off")),
     *((an_advance, change) for change in ("dead", "held by another", "put off", "out of its lane")),
@@ -199,15 +206,14 @@ def test_a_write_passes_by_what_changed_after_it_was_judged(write, change, key):
 
 @contextmanager
 def changing_after_the_look(row, values):
-    """Somebody was quicker: the look, the first SELECT of so many rows at most, has seen the row as it was."""
+    """Somebody was quicker: the looks, which precede any UPDATE and any transaction, have seen the row as it was."""
     seen = []
 
     def wrapper(execute, sql, params, many, context):
-        result = execute(sql, params, many, context)
-        if not seen and sql.lstrip("(").startswith("SELECT") and "LIMIT" in sql:
+        if not seen and (sql.startswith("UPDATE") or connection.in_atomic_block):
             seen.append(sql)
             Message.objects.filter(pk=row.pk).update(**values)
-        return result
+        return execute(sql, params, many, context)
 
     with connection.execute_wrapper(wrapper):
         yield

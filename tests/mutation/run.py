@@ -55,6 +55,7 @@ TESTS = [
     "tests/test_staging_keys.py",
     "tests/test_staging_races.py",
     "tests/test_interleavings.py",
+    "tests/test_courtesy.py",
 ]
 # Hundreds of runs add up to many stories and interleavings; and a failure is enough, it need not be small.
 ENVIRONMENT = {"OUTBOX_MODEL_EXAMPLES": "25", "OUTBOX_MODEL_SHRINK": "0", "OUTBOX_INTERLEAVING_SECONDS": "3"}
