@@ -178,7 +178,9 @@ class Dispatcher:
                 if self._appetite.progress.is_fulfilled(claim, was_empty=was_empty, is_empty=self._slots.is_empty()):
                     return
                 if not (claim.leases or claim.more or (claim.lonely and self._slots.is_empty())):
-                    self._wait(contended=claim.contended or (claim.snoozed and self.plan.ends_by_itself))
+                    self._wait(
+                        contended=claim.contended or claim.spared or (claim.snoozed and self.plan.ends_by_itself)
+                    )
             except Exception as error:
                 self._survive(error)
             reset_queries()

@@ -51,7 +51,7 @@ def test_followers_in_a_lane_of_ours_are_put_to_sleep_now_and_then_only(held):
     assert is_asleep(first)
     second = put("account", "a")
     claim = own.claim(10, seconds=60, ours=ours)
-    assert (claim.leases, claim.contended) == ([], True)  # so it is looked at again soon, but not at once
+    assert (claim.leases, claim.spared, claim.contended) == ([], True, False)
     assert not is_asleep(second)
     check_invariants()
 

@@ -185,7 +185,7 @@ def test_a_redactor_that_fails_hides_all_and_harms_nothing(function, admin_clien
     assert "Ada" not in page + shown
 
 
-@pytest.mark.django_db
+@pytest.mark.django_db(databases=["default", "other"])  # whose features are asked by Django's own checks
 def test_a_redactor_that_is_not_there_is_found_by_the_checks(settings):
     settings.OUTBOX = {"REDACT": "shop.privacy.redact"}
     with pytest.raises(SystemCheckError, match=r"(?s)outbox\.E002.*shop\.privacy\.redact"):

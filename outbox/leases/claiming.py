@@ -32,14 +32,16 @@ class Claim:
     """What one claim brought.
 
     ``more``: look again at once, there was more than this claim could take. ``contended``: somebody else was at the
-    same rows. ``snoozed``: rows were put off that will be due in a moment, for somebody had locked their lane for long.
-    ``lonely``: a message is due that only a process holding nothing else may run.
+    same rows. ``spared``: due rows in lanes of our own were left alone for a moment. ``snoozed``: rows were put off
+    that will be due in a moment, for somebody had locked their lane for long. ``lonely``: a message is due that only
+    a process holding nothing else may run.
     """
 
     leases: list[Lease] = field(default_factory=list)
     events: list[tuple[Signal, Event]] = field(default_factory=list)
     more: bool = False
     contended: bool = False
+    spared: bool = False
     snoozed: bool = False
     lonely: bool = False
 
@@ -158,8 +160,12 @@ class Claimer:
         self._hiding = choice.hiding
         if not choice.ids:
             self._rivals.meet(0, tried=0)
-            contended = bool(choice.avoided) or len(candidates) < len(seen)
-            return Claim(lonely=choice.lonely, contended=contended, snoozed=self._has_snoozed())
+            return Claim(
+                lonely=choice.lonely,
+                contended=bool(choice.avoided),
+                spared=len(candidates) < len(seen),
+                snoozed=self._has_snoozed(),
+            )
         if choice.solo:
             terms.solo, terms.limit, terms.start = True, 1, 1
         taken = self._take_at_once(choice.ids, terms) if choice.plain and not spare else self._take(choice.ids, terms)
@@ -177,6 +183,7 @@ class Claimer:
             events=taken.events,
             more=progress and (full or choice.rest or taken.moved),
             contended=bool(choice.avoided or taken.missed or taken.stuck),
+            spared=len(candidates) < len(seen),
             snoozed=self._has_snoozed(),
             lonely=choice.lonely or taken.lonely,
         )
@@ -201,7 +208,7 @@ class Claimer:
             return Taken(leases=leases)
         room = Counter(terms.room)
         room.subtract(lease.handler.name for lease in leases)
-        start = max(0, terms.start - len(leases))
+        start = max(0, terms.start - sum(lease.charged for lease in leases))
         try:
             taken = self._take(rest, replace(terms, room=room, start=start, limit=terms.limit - len(leases)))
         except BaseException:
