@@ -1,6 +1,7 @@
 """Claim, renew, settle: the table and the bullets of "Claim, budget, fence", the same on every database."""
 
 import threading
+from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
@@ -709,6 +710,18 @@ def test_inside_the_callers_transaction_a_settlement_waits_its_turn(second_conne
         finally:
             actor.close()
     assert fresh(row).state == State.PENDING  # rolled back each time
+
+
+@rows_can_be_locked
+def test_a_charge_waits_a_moment_for_a_claim_that_looks_at_the_lane(second_connection, monkeypatch):
+    """Else the message is given back, and its attempt is one of nothing."""
+    row = put("account", "a")
+    (lease,) = take(start=0)
+    with ExitStack() as lock:
+        lock.enter_context(locked_elsewhere(second_connection, row))
+        monkeypatch.setattr("outbox.leases.holding.time.sleep", lambda seconds: lock.close())
+        assert charge("default", [lease]) == [lease]
+    assert fresh(row).spent == 1
 
 
 def test_inside_the_callers_transaction_one_delivery_is_no_other():

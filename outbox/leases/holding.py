@@ -1,10 +1,11 @@
-"""While a lease is held: prolong it, and charge its attempt to the budget; neither waits for a row somebody locked."""
+"""While a lease is held: prolong it, and charge its attempt to the budget; neither waits long for a locked row."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from django.db import DatabaseError, connections
 from django.db.models import F
@@ -13,6 +14,8 @@ from outbox.database import ServerNow, again, increment_unlocked, is_race, locke
 from outbox.lanes import pending
 from outbox.leases.lease import Lease, fence
 from outbox.models import Message
+
+PAUSES = (0.0, 0.002, 0.01)  # before each try to charge: a claim that looks at a lane is gone in a moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,20 +59,24 @@ def charge(using: str, leases: Sequence[Lease]) -> list[Lease]:
     if not leases:
         return []
     held = _charge_at_once(using, leases)
-    rest = [lease for lease in leases if lease not in held]
-
-    def work() -> set[Lease]:
-        ours = _held(using, rest)
-        due = [lease for lease, spent in ours.items() if spent == lease.message.spent]
-        _update(using, due, spent=F("spent") + 1)
-        return set(ours)
-
-    held |= again(using, work) if rest else set()
+    rest: Collection[Lease] = [lease for lease in leases if lease not in held]
+    for pause in PAUSES:
+        if not rest:
+            break
+        time.sleep(pause)
+        held |= again(using, partial(_charge, using, rest))
+        rest = _still_ours(using, [lease for lease in rest if lease not in held])
     charged = [lease for lease in leases if lease in held]
     for lease in charged:
         lease.charged = True
         lease.message.spent += 1
     return charged
+
+
+def _charge(using: str, leases: Collection[Lease]) -> set[Lease]:
+    ours = _held(using, leases)
+    _update(using, [lease for lease, spent in ours.items() if spent == lease.message.spent], spent=F("spent") + 1)
+    return set(ours)
 
 
 def _charge_at_once(using: str, leases: Sequence[Lease]) -> set[Lease]:
@@ -86,7 +93,7 @@ def _charge_at_once(using: str, leases: Sequence[Lease]) -> set[Lease]:
     return {lease for lease in leases if (lease.id, lease.token) in done}
 
 
-def _held(using: str, leases: Sequence[Lease]) -> dict[Lease, int]:
+def _held(using: str, leases: Collection[Lease]) -> dict[Lease, int]:
     """The leases that still stand and whose rows we could lock, with what each row has spent."""
     rows = locked(pending(using, {lease.id for lease in leases}).order_by("pk"))
     spent = {(pk, token): spent for pk, token, spent in rows.values_list("pk", "lease_token", "spent")}
@@ -99,7 +106,7 @@ def _update(using: str, leases: Sequence[Lease], **values: object) -> None:
         Message.objects.using(using).filter(mine).update(**values)
 
 
-def _still_ours(using: str, leases: Sequence[Lease]) -> frozenset[Lease]:
+def _still_ours(using: str, leases: Collection[Lease]) -> frozenset[Lease]:
     if not leases:
         return frozenset()
     mine = fence((lease.id, lease.token) for lease in leases)
