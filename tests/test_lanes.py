@@ -336,6 +336,19 @@ def test_a_settlement_hands_the_next_of_the_lane_to_the_same_worker():
     check_invariants()
 
 
+@rows_can_be_locked
+def test_a_lane_that_was_locked_for_long_is_claimed_as_soon_as_it_is_free(second_connection, monkeypatch):
+    monkeypatch.setattr("outbox.leases.looking.LEAVE_ALONE", 0.0)
+    head, _ = lane_of_(count=2)
+    own = claimer()
+    with locked_elsewhere(second_connection, head):
+        assert own.claim(10, seconds=60).leases == []
+    monkeypatch.setattr("outbox.leases.looking.PATIENCE", 0.0)  # that was long
+    claim = own.claim(10, seconds=60)
+    assert [lease.id for lease in claim.leases] == [head.pk]
+    assert not claim.snoozed
+
+
 def test_a_settlement_without_hand_over_wakes_the_next_for_anybody():
     first, second = lane_of_(count=2)
     lease = take_one(first)
